@@ -108,7 +108,7 @@ def mosaic_settings(which: str):
                 block_k=block_k,
                 num_stages=stages,
                 persistent=persistent,
-                minor=minor,
+                grid_minor_dim=minor,
                 grid_tile_width=width,
             )
 

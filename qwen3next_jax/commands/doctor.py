@@ -237,8 +237,8 @@ def _convolution_operator(rows: int, length: int) -> TestedOperator:
 
 
 def _norm_and_gate_operator(rows: int, length: int) -> TestedOperator:
-    """Returns the norm and gate after the delta rule. The time of norm and gate is limited by
-    memory bandwidth, so no FLOPs are counted.
+    """Returns the operator that normalises and gates the output of the delta rule. Memory bandwidth
+    limits its time, so no FLOPs are counted.
     """
     from qwen3next_jax.ops.gated_norm import gated_norm
 
@@ -308,7 +308,7 @@ class OperatorResult:
     exit_code: int
 
 
-def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[OperatorResult]:
+def check_operators(operators: Sequence[TestedOperator], device: Any) -> list[OperatorResult]:
     """Traces all operators, runs the tests of their kernels, compiles the operators in parallel,
     and times one operator after the other. `device`: the device that runs them.
     """
@@ -322,13 +322,13 @@ def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[Operat
     def trace() -> None:
         traced.clear()
         errors.clear()  # of an earlier trace, with kernels that then failed their test
-        for part in parts:
+        for operator in operators:
             try:
-                traced[part.table_name] = jax.jit(part.forward_and_backward).trace(
-                    *part.argument_shapes
+                traced[operator.table_name] = jax.jit(operator.forward_and_backward).trace(
+                    *operator.argument_shapes
                 )
             except Exception as error:
-                errors[part.table_name] = error
+                errors[operator.table_name] = error
 
     def compile_part(name: str) -> Any:
         try:
@@ -337,32 +337,32 @@ def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[Operat
             errors[name] = error
 
     decisions = trace_and_record(trace)
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(operators)) as pool:
         compiled = dict(zip(traced, pool.map(compile_part, traced), strict=True))
     seconds: dict[str, float] = {}
-    for part in parts:
-        if part.table_name in errors:
+    for operator in operators:
+        if operator.table_name in errors:
             continue
         try:
-            seconds[part.table_name] = _shortest_seconds(
-                compiled[part.table_name], part.argument_shapes
+            seconds[operator.table_name] = _shortest_seconds(
+                compiled[operator.table_name], operator.argument_shapes
             )
         except Exception as error:
-            errors[part.table_name] = error
+            errors[operator.table_name] = error
     return [
         _operator_result(
-            part,
-            [decision for decision in decisions if decision.operator in part.operator_names],
-            errors.get(part.table_name),
-            seconds.get(part.table_name),
+            operator,
+            [decision for decision in decisions if decision.operator in operator.operator_names],
+            errors.get(operator.table_name),
+            seconds.get(operator.table_name),
             device,
         )
-        for part in parts
+        for operator in operators
     ]
 
 
 def _operator_result(
-    part: TestedOperator, decisions, error: Exception | None, seconds, device
+    operator: TestedOperator, decisions, error: Exception | None, seconds, device
 ) -> OperatorResult:
     """Returns the result of an operator.
 
@@ -396,12 +396,14 @@ def _operator_result(
     why = "; ".join(reasons)
     if error is not None and out_of_memory_message(error):
         return OperatorResult(
-            part, names, f"not timed, for lack of memory; {why}", None, None, code
+            operator, names, f"not timed, for lack of memory; {why}", None, None, code
         )
     if error is not None:
         text = f"{type(error).__name__}: {one_line(str(error))}"
-        return OperatorResult(part, names, text, None, None, BROKEN)
-    return OperatorResult(part, names, why, seconds, _share_of_peak(part, seconds, device), code)
+        return OperatorResult(operator, names, text, None, None, BROKEN)
+    return OperatorResult(
+        operator, names, why, seconds, _share_of_peak(operator, seconds, device), code
+    )
 
 
 def _shortest_seconds(compiled, shapes) -> float:
@@ -421,14 +423,14 @@ def _shortest_seconds(compiled, shapes) -> float:
     return min(times)
 
 
-def _share_of_peak(part: TestedOperator, seconds: float, device) -> float | None:
+def _share_of_peak(operator: TestedOperator, seconds: float, device) -> float | None:
     from qwen3next_jax.sharding.chips import find_chip
 
     chip = find_chip(device.device_kind)
     if chip is None:
         return None
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
-    return max(part.flops / chip.device_flops, part.memory_bytes / bandwidth) / seconds
+    return max(operator.flops / chip.device_flops, operator.memory_bytes / bandwidth) / seconds
 
 
 def _print_results(results: Sequence[OperatorResult], console: Console) -> None:

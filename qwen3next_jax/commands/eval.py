@@ -2,7 +2,7 @@
 [--suite=heldout,mqar,niah --lengths=256,1024]`.
 
 Without `--config`, the evaluation uses the configuration of the run. A `--config` file may name
-other data.
+other data than those of the run.
 """
 
 import sys
@@ -42,8 +42,8 @@ def main() -> int:
     checks.check_and_read_model_config("workdir", workdir)
     given = config_flags.settings_given_by_user(may_resume=True)
     if config:
-        resumed = read_config_if_readable(workdir)
-        unused_settings.check_effect_and_targets(config, given, resumed)
+        resumed_config = read_config_if_readable(workdir)
+        unused_settings.check_effect_and_targets(config, given, resumed_config)
     loading = get_loading()
     lengths, pairs = (
         checks.parse_positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs)
@@ -58,7 +58,7 @@ def main() -> int:
     with distributed_command(loading.launch, workdir):
         if config:
             unused_settings.check_effect_and_targets(
-                config, given, resumed, unused_settings.find_unused_by_mixers_and_evals
+                config, given, resumed_config, unused_settings.find_unused_by_mixers_and_evals
             )
         return evaluate_and_print(
             config,

@@ -75,9 +75,9 @@ def main() -> int:
         contamination = {}
         if _prepared_dir.value and is_process_0():
             found = contamination_of_tasks(results["samples"], tokenizer, _prepared_dir.value)
-            for task, of_task in found.items():
-                print(f"{task}: {of_task.summary()}")
-                contamination[task] = of_task.counts_by_verdict()
+            for task, task_contamination in found.items():
+                print(f"{task}: {task_contamination.summary()}")
+                contamination[task] = task_contamination.counts_by_verdict()
         if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
             kept |= {"contamination": contamination} if _prepared_dir.value else {}

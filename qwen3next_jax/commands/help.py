@@ -83,8 +83,8 @@ def _setting_entries() -> Iterator[tuple[str, str, str]]:
             default = ",".join(map(str, default))
         if isinstance(default, MixerConfig):
             yield group, f"--config.{name}.SETTING=…", meaning
-            for mixer, own in settings_by_mixer().items():
-                text = ", ".join(f"{setting.name}={setting.default}" for setting in own)
+            for mixer, mixer_settings in settings_by_mixer().items():
+                text = ", ".join(f"{setting.name}={setting.default}" for setting in mixer_settings)
                 yield group, f"  {mixer}:", text
             continue
         text = f"{allowed}: {meaning}" if allowed and meaning else allowed or meaning

@@ -32,8 +32,8 @@ from qwen3next_jax.interop.writing import require_empty_folder
 ARGUMENTS = "RUN@STEP …"
 
 
-def main(names: list[str]) -> int:
-    if not names:
+def main(given_names: list[str]) -> int:
+    if not given_names:
         raise UserError("no checkpoints given: expected RUN@STEP RUN@STEP …")
     if not _out.value:
         raise UserError("--out is missing: expected the folder to write, such as --out=runs/merged")
@@ -51,7 +51,7 @@ def main(names: list[str]) -> int:
 
     if not _export.value:
         merging.require_writable_new_folder(out)
-    sources = merging.find_sources(names)
+    sources = merging.find_sources(given_names)
     weights = merging.weight_of_each_checkpoint(_weights.value, [source.step for source in sources])
     last = sources[-1]
     with distributed_command(launch, last.folder):

@@ -226,10 +226,10 @@ def _batch_sizes_of_flag() -> tuple[int, ...]:
 def search_and_compile(
     config: Config,
     topology,
-    level: str,
+    optimization_level: str,
     console: Console,
     fixed: dict[str, int],
-    rows: tuple[int, ...] = (),
+    batch_sizes: tuple[int, ...] = (),
     cost_model: str = "schedule",
     skew: float = 0.0,
 ) -> list:
@@ -240,10 +240,10 @@ def search_and_compile(
     Args:
       config: the configuration to plan for.
       topology: the slice, as `planner.topology.describe_topology` returns it.
-      level: the compiler's optimization level; "" for its default.
+      optimization_level: the compiler's optimization level; "" for its default.
       console: the console that shows the tables.
       fixed: axis of the mesh → its size in all candidates.
-      rows: the batch sizes of the candidates; () means the batch size of `config`.
+      batch_sizes: the batch sizes of the candidates; () means the batch size of `config`.
       cost_model: the value of --cost_model, the cost model whose times the tables show.
       skew: the value of --skew.
 
@@ -258,16 +258,18 @@ def search_and_compile(
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(
-        config.model, config.train, topology, fixed, rows, config.parallel, config.optimizer
+        config.model, config.train, topology, fixed, batch_sizes, config.parallel, config.optimizer
     )
     chosen = candidates_to_compile([c for c in ranked if not c.unusable_reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.hbm_bytes < float("inf")][:1]
     if not chosen:
-        wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
+        fixed_text = (
+            " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
+        )
         reason = f"; the first: {ranked[0].unusable_reason}" if ranked else ""
         raise UserError(
-            f"no mesh of {len(topology.devices)} devices{wanted} divides this model and "
+            f"no mesh of {len(topology.devices)} devices{fixed_text} divides this model and "
             f"batch{reason}"
         )
     plans = []
@@ -279,7 +281,7 @@ def search_and_compile(
         parallel = dataclasses.replace(config.parallel, mesh=candidate.mesh)
         candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
         with show_while_waiting(text):
-            plan = make_plan_in_subprocess(candidate_config, topology, level, skew)
+            plan = make_plan_in_subprocess(candidate_config, topology, optimization_level, skew)
         plans.append(dataclasses.replace(plan, cost_model=cost_model))
     plans.sort(
         key=lambda p: (

@@ -124,8 +124,8 @@ def print_model(
     console.print(table)
     shown: list[Any] = []
     for kind in kinds:
-        same = [other for other in shown if other.declarations == kind.declarations]
-        if not same:
+        shown_alike = [other for other in shown if other.declarations == kind.declarations]
+        if not shown_alike:
             console.print(
                 f"One layer of {layers_text(kind.layer_indices)}:", _parameters_table(kind)
             )
@@ -133,7 +133,7 @@ def print_model(
         else:
             console.print(
                 f"One layer of {layers_text(kind.layer_indices)}: as of "
-                f"{layers_text(same[0].layer_indices)}"
+                f"{layers_text(shown_alike[0].layer_indices)}"
             )
     console.print(_flops_table(config))
     console.print(_decoding_table(model, lengths))
@@ -243,17 +243,17 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
     parameters, optimizer = _tree_bytes(state["params"]), _tree_bytes(state["opt_state"])
     frozen = _tree_bytes(groups.select_frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
-    of_state = {
+    bytes_by_use = {
         "parameters": parameters,
         "gradients": parameters - frozen,
         f"{config.optimizer.name}'s state": optimizer,
     }
     if "ema" in state:
-        of_state["average (train.ema)"] = _tree_bytes(state["ema"])
-    for name in (*of_state, "together"):
+        bytes_by_use["average (train.ema)"] = _tree_bytes(state["ema"])
+    for name in (*bytes_by_use, "together"):
         table.add_column(name, justify="right")
     for number in devices:
-        sizes = [size / number for size in of_state.values()]
+        sizes = [size / number for size in bytes_by_use.values()]
         name = "1 device" if number == 1 else f"{number:,} devices, each"
         table.add_row(name, *map(_bytes_text, sizes), _bytes_text(sum(sizes)))
     return table

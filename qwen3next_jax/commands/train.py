@@ -44,8 +44,8 @@ def main() -> int:
     from qwen3next_jax.training import unused_settings
 
     given = None if _allow_unused.value else config_flags.settings_given_by_user(may_resume)
-    resumed = None if _restart.value else read_config_if_readable(workdir)
-    unused_settings.check_effect_and_targets(config, given, resumed)
+    resumed_config = None if _restart.value else read_config_if_readable(workdir)
+    unused_settings.check_effect_and_targets(config, given, resumed_config)
     from qwen3next_jax.runs.start import prepare_start
 
     if launch is None:  # before JAX is loaded
@@ -55,7 +55,7 @@ def main() -> int:
 
     with distributed.distributed_run(launch, config.parallel, to_dict(config)):
         unused_settings.check_effect_and_targets(
-            config, given, resumed, unused_settings.find_unused_by_mixers_and_evals
+            config, given, resumed_config, unused_settings.find_unused_by_mixers_and_evals
         )
         if launch is not None:  # together, so that all processes report a mistake of one
             start = distributed.run_on_all(

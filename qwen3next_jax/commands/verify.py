@@ -47,7 +47,7 @@ _text_field = flags.DEFINE_string(
 )
 
 # (name of what was checked, description of its damage or None)
-Finding = tuple[str, str | None]
+CheckedItem = tuple[str, str | None]
 
 
 def main(arguments: list[str]) -> int:
@@ -112,7 +112,7 @@ def print_contamination(
         print(f"  {share:4.0%}  {escape_control(place)}")
 
 
-def verify(path: pathlib.Path) -> Iterator[Finding]:
+def verify(path: pathlib.Path) -> Iterator[CheckedItem]:
     """Checks all files of the run, export or prepared data in `path`. For each file or folder that
     was checked, yields its name, and a description of the damage or None if there is no damage.
 
@@ -140,7 +140,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
     )
 
 
-def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
+def _verify_run(workdir: pathlib.Path) -> Iterator[CheckedItem]:
     """Yields (what was checked, its damage or None) for each part of a run's folder."""
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
@@ -179,7 +179,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         yield "frozen", damage
 
 
-def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
+def _verify_export(directory: pathlib.Path) -> Iterator[CheckedItem]:
     from qwen3next_jax.interop.checksums import compare_with_checksums
 
     findings = list(compare_with_checksums(directory))
@@ -202,7 +202,7 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder for folder in folders if not folder.name.startswith("."))
 
 
-def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
+def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[CheckedItem]:
     from qwen3next_jax.data.preparation import read_corpus_parts
     from qwen3next_jax.data.prepared import read_index_arrays
     from qwen3next_jax.data.row_groups import METADATA
@@ -216,7 +216,7 @@ def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Ite
 
     older = "of an older version, not used: it may be deleted"
 
-    def check(name: str, read: Callable[[], object]) -> Finding:
+    def check(name: str, read: Callable[[], object]) -> CheckedItem:
         try:
             read()
         except StoreError:  # an outage is no damage
@@ -257,7 +257,7 @@ def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Ite
         yield from _verify_rows(folder)
 
 
-def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
+def _verify_rows(directory: pathlib.Path) -> Iterator[CheckedItem]:
     from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, read_group_metadata
     from qwen3next_jax.data.rows import RowReader, ShardTable
 

@@ -82,14 +82,14 @@ def require(condition: bool, message: str) -> None:
 
 
 @contextlib.contextmanager
-def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
+def as_user_error(message: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turns an error of one of `kinds` inside the `with` block into a UserError, whose message is
-    `what` followed by the error's message in parentheses.
+    `message` followed by the error's message in parentheses.
     """
     try:
         yield
     except kinds as error:
-        raise UserError(f"{what} ({error_message(error)})") from error
+        raise UserError(f"{message} ({error_message(error)})") from error
 
 
 def error_message(error: Exception) -> str:

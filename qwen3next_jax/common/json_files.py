@@ -28,8 +28,8 @@ _NAMES = {
 }
 
 
-def parse(text: str | bytes, kind: type = dict) -> Any:
-    """Returns the JSON value in `text`, which must be of type `kind` (dict or list).
+def parse(text: str | bytes, expected_type: type = dict) -> Any:
+    """Returns the JSON value in `text`, which must be of type `expected_type` (dict or list).
 
     Raises:
       ValueError: the text is not JSON, or its value has another type or is nested deeper than
@@ -46,23 +46,25 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
         raise ValueError("an integer of more than 4300 digits") from error
     except RecursionError as error:
         raise ValueError(f"nested more than {DEPTH} levels deep") from error
-    if not isinstance(value, kind):
-        raise ValueError(f"expected a JSON {_NAMES[kind]}, found a {_NAMES[type(value)]}")
+    if not isinstance(value, expected_type):
+        raise ValueError(f"expected a JSON {_NAMES[expected_type]}, found a {_NAMES[type(value)]}")
     if sum(map(text.count, (b"[", b"{") if isinstance(text, bytes) else ("[", "{"))) <= DEPTH:
         return value
     level = [value]
     for _ in range(DEPTH):
-        inside = (inner.values() if isinstance(inner, dict) else inner for inner in level)
-        children = itertools.chain.from_iterable(inside)
+        children_of_values = (
+            inner.values() if isinstance(inner, dict) else inner for inner in level
+        )
+        children = itertools.chain.from_iterable(children_of_values)
         level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
             return value
     raise ValueError(f"nested more than {DEPTH} levels deep")
 
 
-def read(path: str | os.PathLike, kind: type = dict) -> Any:
-    """Returns the JSON value in a local file or an object of a bucket. `kind` is the expected type
-    of the value: dict or list.
+def read(path: str | os.PathLike, expected_type: type = dict) -> Any:
+    """Returns the JSON value in a local file or an object of a bucket. `expected_type` is the
+    type that the value should have: dict or list.
 
     Raises:
       OSError: the file cannot be read or is not a regular file. The attribute `strerror` says why.
@@ -72,7 +74,7 @@ def read(path: str | os.PathLike, kind: type = dict) -> Any:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
-    return parse(content, kind)
+    return parse(content, expected_type)
 
 
 def open_regular_file(path: str | os.PathLike) -> Any:

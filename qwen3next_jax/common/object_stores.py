@@ -308,11 +308,12 @@ class _S3:
     def read(self, key: str, start: int, stop: int | None) -> bytes:
         if stop is not None and stop <= start:
             return b""
-        asked = {}
+        range_argument = {}
         if start or stop is not None:
-            asked = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+            range_argument = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
         with self._translated_errors(key):
-            return self._client.get_object(Bucket=self._bucket, Key=key, **asked)["Body"].read()
+            answer = self._client.get_object(Bucket=self._bucket, Key=key, **range_argument)
+            return answer["Body"].read()
 
     def stat(self, key: str) -> FileInfo:
         with self._translated_errors(key):

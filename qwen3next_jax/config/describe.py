@@ -61,15 +61,15 @@ def settings_by_mixer() -> dict[str, list[Setting]]:
     """Returns mixer → its settings in the group `model.mixer`, for every mixer of the registry that
     can be imported and has such settings. The settings are named without the prefix "model.mixer.".
     """
-    found = {}
+    by_mixer = {}
     for mixer in MIXERS:
         try:
-            own = list(list_settings(resolve(MIXERS, mixer, "mixer").Settings))
+            mixer_settings = list(list_settings(resolve(MIXERS, mixer, "mixer").Settings))
         except UserError:  # the mixer's folder was removed
             continue
-        if own:
-            found[mixer] = own
-    return found
+        if mixer_settings:
+            by_mixer[mixer] = mixer_settings
+    return by_mixer
 
 
 def _literal_choices(hint: Any) -> tuple[str, ...]:

@@ -67,12 +67,12 @@ def find_user_or_shipped_file(name: str | pathlib.Path) -> pathlib.Path:
     return shipped
 
 
-def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
+def call_function_of_file(path: pathlib.Path, function_name: str, flag: str = "") -> Any:
     """Calls a function of a Python file, without arguments, and returns the result.
 
     Args:
       path: the path of the file.
-      function: the function's name.
+      function_name: the function's name.
       flag: the text before the path in error messages, such as "--config=".
 
     Raises:
@@ -86,7 +86,7 @@ def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> 
             reason = "not a regular file" if path.exists() else "no such file"
         known = [file.name for file in path.parent.glob("*.py")]
         bare = not path.suffix and len(path.parts) == 1
-        if function == "get_config" and bare and _SHIPPED is not None:
+        if function_name == "get_config" and bare and _SHIPPED is not None:
             known = [file.stem for file in (_SHIPPED / "configs").glob("*.py")]
         raise UserError(f"{flag}{path}: {reason}{did_you_mean(path.name, known)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -97,7 +97,7 @@ def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> 
         # An import would keep bytecode beside the file, and read that although the file was changed
         # within the same second.
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-        if callable(found := getattr(module, function, None)):
+        if callable(found := getattr(module, function_name, None)):
             return found()
     except SyntaxError as error:
         raise UserError(
@@ -105,7 +105,7 @@ def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> 
         ) from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{flag}{path}{_describe_error(error, path)}") from error
-    raise UserError(f"{flag}{path}: it has no function {function}()")
+    raise UserError(f"{flag}{path}: it has no function {function_name}()")
 
 
 def _describe_error(error: BaseException, path: pathlib.Path) -> str:

@@ -52,20 +52,20 @@ class MixerConfig(Mapping[str, Any]):
     def __or__(self, values: Mapping[str, Any]) -> "MixerConfig":
         return MixerConfig(**self._values | dict(values))
 
-    def settings_for(self, settings: type) -> Any:
+    def settings_for(self, settings_class: type) -> Any:
         """Returns all settings of one mixer: the values that this object holds, and defaults for
         the other settings.
 
         Args:
-          settings: the mixer's dataclass, `Mixer.Settings`.
+          settings_class: the mixer's dataclass, `Mixer.Settings`.
 
         Returns:
-          An instance of `settings`.
+          An instance of `settings_class`.
 
         Raises:
-          UserError: a value has the wrong type, or `settings` refuses the value.
+          UserError: a value has the wrong type, or `settings_class` refuses the value.
         """
-        return _cached_mixer_settings(self, settings)
+        return _cached_mixer_settings(self, settings_class)
 
     def checked_for_mixers(self, mixers: Iterable[str]) -> "MixerConfig":
         """Checks the values for a model whose layers have the mixers named in `mixers`.
@@ -81,11 +81,13 @@ class MixerConfig(Mapping[str, Any]):
         if not given:
             return MixerConfig()
         declared = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
-        of_mixers = [_build_checked_settings(settings, given) for settings in declared.values()]
+        settings_of_mixers = [_build_checked_settings(cls, given) for cls in declared.values()]
         changed = {}
         for name, value in given.items():
             readers = [
-                settings for settings in of_mixers if name in _field_defaults(type(settings))
+                settings
+                for settings in settings_of_mixers
+                if name in _field_defaults(type(settings))
             ]
             if not readers:
                 _check_setting_no_mixer_reads(name, value, tuple(declared))
@@ -97,27 +99,27 @@ class MixerConfig(Mapping[str, Any]):
 
 
 @functools.lru_cache(maxsize=256)
-def _cached_mixer_settings(values: MixerConfig, settings: type) -> Any:
-    return _build_checked_settings(settings, values)
+def _cached_mixer_settings(values: MixerConfig, settings_class: type) -> Any:
+    return _build_checked_settings(settings_class, values)
 
 
-def _build_checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
-    """Returns an instance of the dataclass `settings`. Each field has its value in `values`, or
-    else its default. Names in `values` that are not fields of `settings` are ignored.
+def _build_checked_settings(settings_class: type, values: Mapping[str, Any]) -> Any:
+    """Returns an instance of the dataclass `settings_class`. Each field has its value in `values`,
+    or else its default. Names in `values` that are not fields of `settings_class` are ignored.
 
     Raises:
       UserError: a value is of the wrong type or out of its bound.
     """
-    built = from_dict(settings, _values_of_fields(settings, values), "model.mixer")
+    built = from_dict(settings_class, _values_of_fields(settings_class, values), "model.mixer")
     check_declared_bounds(built, "model.mixer")
     return built
 
 
-def _values_of_fields(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `values` whose names are fields of the dataclass `settings`. If a
-    value is the text of a flag, the text is parsed.
+def _values_of_fields(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of `values` whose names are fields of the dataclass `settings_class`. If
+    a value is the text of a flag, the text is parsed.
     """
-    defaults = _field_defaults(settings)
+    defaults = _field_defaults(settings_class)
     return {
         name: _parse_if_flag(name, values[name], defaults[name])
         for name in values
@@ -134,9 +136,9 @@ def _parse_if_flag(name: str, value: Any, default: Any) -> Any:
     return parse_flag_text(value, default, f"--config.model.mixer.{name}={value}")
 
 
-def _field_defaults(settings: type) -> dict[str, Any]:
-    """Returns name → default, for the fields of a mixer's dataclass `settings`."""
-    return {field.name: field.default for field in dataclasses.fields(settings)}
+def _field_defaults(settings_class: type) -> dict[str, Any]:
+    """Returns name → default, for the fields of a mixer's dataclass `settings_class`."""
+    return {field.name: field.default for field in dataclasses.fields(settings_class)}
 
 
 def _check_setting_no_mixer_reads(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:

@@ -214,10 +214,10 @@ class ModelConfig:
         self._check_mlps()
         self.block.check_fits_model(self)
         self.ple.check_fits_model(self)
-        given = MixerConfig(**self.mixer).checked_for_mixers(
+        checked_mixer = MixerConfig(**self.mixer).checked_for_mixers(
             name for name, _ in self.mixers_and_sparsity
         )
-        object.__setattr__(self, "mixer", given)
+        object.__setattr__(self, "mixer", checked_mixer)
 
     def _check_layers(self):
         require(

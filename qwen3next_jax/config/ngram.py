@@ -110,8 +110,11 @@ class PLEConfig:
         `split_ngram_parts` tensors.
         """
         rows = self.table_rows(number)
-        of_part = -(-rows // self.split_ngram_parts)
-        return tuple(slice(start, min(start + of_part, rows)) for start in range(0, rows, of_part))
+        rows_per_tensor = -(-rows // self.split_ngram_parts)
+        return tuple(
+            slice(start, min(start + rows_per_tensor, rows))
+            for start in range(0, rows, rows_per_tensor)
+        )
 
     def head_row_offsets(self, number: int) -> tuple[int, ...]:
         """Returns for each head of embedding `number` the index of its first row in the table."""

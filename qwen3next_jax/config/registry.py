@@ -180,7 +180,7 @@ SETTINGS = {
     "data.source": DATA_SOURCES,
 }
 
-Table = Mapping[str, str]
+PluginTable = Mapping[str, str]
 _IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _trusted: set[str] = set()  # the packages whose import strings files may contain
 
@@ -190,7 +190,7 @@ def is_import_string(name: Any) -> bool:
     return isinstance(name, str) and _IMPORT_STRING.fullmatch(name) is not None
 
 
-def check_name(table: Table, name: str, setting: str) -> None:
+def check_name(table: PluginTable, name: str, setting: str) -> None:
     """Checks that `name` is a valid value of a setting, without importing the part with this name.
 
     Args:
@@ -210,7 +210,7 @@ def check_name(table: Table, name: str, setting: str) -> None:
         )
 
 
-def resolve(table: Table, name: str, setting: str) -> Any:
+def resolve(table: PluginTable, name: str, setting: str) -> Any:
     """Returns the class or function that `name`, the value of a setting, stands for, after
     importing its module.
 

@@ -84,7 +84,7 @@ class DataConfig:
     # data.weights, empty for a source of texts; "": all sources are texts
     messages_field: str = ""
     # the day that a chat template writes if it asks for the date, such as "2026-01-31"; "": such a
-    # template is refused. Prepared data keep this day
+    # template is refused. The day on which data are prepared has no effect
     template_date: str = ""
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD
@@ -605,15 +605,15 @@ class MeshConfig:
         """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         sizes["slice"] = sizes["slice"] or slices
-        given = math.prod(size for size in sizes.values() if size != -1)
+        product = math.prod(size for size in sizes.values() if size != -1)
         text = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
         require(
-            devices % given == 0 and (given == devices or -1 in sizes.values()),
-            f"parallel.mesh: {text} = {given}, but there are {devices} devices: change an axis so "
-            "that they multiply to "
+            devices % product == 0 and (product == devices or -1 in sizes.values()),
+            f"parallel.mesh: {text} = {product}, but there are {devices} devices: change an axis "
+            "so that they multiply to "
             f"{devices}" + (", or set one to -1" if -1 not in sizes.values() else ""),
         )
-        return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
+        return {axis: devices // product if size == -1 else size for axis, size in sizes.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,7 +183,7 @@ def prepare(
         if index:
             with contextlib.suppress(UserError):  # the folder may be read-only
                 write_index(store, index, opened)
-    _check_conversations(opened, recipe, tokenizer)
+    _check_conversations_have_targets(opened, recipe, tokenizer)
     for one in opened:
         if not one.statistics[HELDOUT].documents:
             warn(
@@ -199,7 +199,7 @@ def prepare(
     return opened
 
 
-def _check_conversations(
+def _check_conversations_have_targets(
     opened: Sequence[PreparedSource], recipe: RowRecipe, tokenizer: Tokenizer
 ) -> None:
     """Warns about conversations in which no end token counts in the loss.
@@ -301,8 +301,8 @@ def tokenize_source(
     )  # the largest first, so that all workers end at about the same time
     read = {n: 0 for n in todo}
     total = sum(jobs[n].size for n in todo)
-    of_texts = sum(jobs[n].size for n in todo if jobs[n].holds_texts)
-    if of_texts >= _WORTH_TIKTOKEN and tokenizer.misses_tiktoken:
+    text_bytes = sum(jobs[n].size for n in todo if jobs[n].holds_texts)
+    if text_bytes >= _WORTH_TIKTOKEN and tokenizer.misses_tiktoken:
         warn(
             "tiktoken is not installed; with it, a byte-level BPE is tokenized several times as "
             f"fast: {how_to_install('prepare')}"
@@ -709,9 +709,9 @@ def _divide_document(
     kept = len(own) - min(heldout, len(own) - 1)
     # The bytes of the held-out end are counted, because only a text's first token may stand for a
     # space that the text does not have.
-    of_end = int(tokenizer.token_byte_counts[own[kept:]].sum())
+    bytes_of_end = int(tokenizer.token_byte_counts[own[kept:]].sum())
     return DocumentInBothSplits(
-        number, document, kept, max(int(table["bytes"][document]) - of_end, 0)
+        number, document, kept, max(int(table["bytes"][document]) - bytes_of_end, 0)
     )
 
 

@@ -229,11 +229,11 @@ class ShardTable:
           origins: see the attribute `part_origins`.
         """
         shards = [[Shard(**shard) for shard in content["shards"][split]] for content in metadata]
-        flat = [shard for of_folder in shards for shard in of_folder]
+        flat = [shard for folder_shards in shards for shard in folder_shards]
         assert all(
             shard.file == shard_name(split, i)
-            for of_folder in shards
-            for i, shard in enumerate(of_folder)
+            for folder_shards in shards
+            for i, shard in enumerate(folder_shards)
         )
         return cls(
             directories[0].parent,
@@ -241,7 +241,7 @@ class ShardTable:
             metadata[0]["dtype"],
             np.array([directory.name.encode() for directory in directories]),
             np.array([content["rows_per_record"] for content in metadata], np.int64),
-            np.cumsum([len(of_folder) for of_folder in shards], dtype=np.int64),
+            np.cumsum([len(folder_shards) for folder_shards in shards], dtype=np.int64),
             np.array([shard.rows for shard in flat], np.int64),
             np.array([shard.size for shard in flat], np.int64),
             np.array(part_ends, np.int64),

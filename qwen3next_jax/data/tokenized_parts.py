@@ -360,11 +360,13 @@ def encoded_documents(
         texts = [record for record in batch if record.text is not None]
         filled = [record for record in texts if not is_blank(record.text)]
         short = [record.text for record in filled if isinstance(record.text, str)]
-        of_short = iter(tokenizer.encode_documents(short))
+        tokens_of_short = iter(tokenizer.encode_documents(short))
         documents = []
         for record in filled:
             is_short = isinstance(record.text, str)
-            tokens = [next(of_short)] if is_short else tokenizer.encode_long_text(record.text)
+            tokens = (
+                [next(tokens_of_short)] if is_short else tokenizer.encode_long_text(record.text)
+            )
             documents.append(
                 _EncodedDocument(record.index_in_part, record.text, tokens, byte_count(record.text))
             )

@@ -44,7 +44,7 @@ from qwen3next_jax.interop.source import read_export_source
 from qwen3next_jax.interop.weights import Weights, count_and_names
 from qwen3next_jax.interop.writing import LocalExport, Tensor, tensors_by_file, write_json
 from qwen3next_jax.model import Qwen3Next, parameter_declarations
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
 
@@ -165,7 +165,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
     return model
 
 
-def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
+def stored_dtype(declared: ParameterDeclaration, dtype: str) -> np.dtype:
     """Returns the dtype of one parameter in a model, or in files, whose matrices have the dtype
     `dtype`. Vectors (such as norms and biases), the router and decay rates are always float32,
     because they are small, and because their rounding errors affect the whole model.

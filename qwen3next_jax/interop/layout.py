@@ -26,7 +26,7 @@ from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
 from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 
 class StoredParameter(NamedTuple):
@@ -43,7 +43,7 @@ class StoredParameter(NamedTuple):
     path: str
     entry: ParameterEntry
     layer_prefixes: tuple[str, ...]
-    declaration: Declared
+    declaration: ParameterDeclaration
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
 
 
 def _parameters_with_entries(
-    config: ModelConfig, declarations: Mapping[str, Declared]
+    config: ModelConfig, declarations: Mapping[str, ParameterDeclaration]
 ) -> Iterator[StoredParameter]:
     """Yields all parameters that the entries of a model's form name. `declarations`: path of a
     parameter → its declaration. If the path of a parameter is not in `declarations`, its

@@ -108,11 +108,12 @@ def require_peft_modules(config: ModelConfig) -> None:
         f"the merged weights (PEFT has modules in {', '.join(FORMS_WITH_MODULES)})",
     )
     check_hf_form(plain)
-    of_form = FORMS[config.hf_form].mixer_entries.keys()
-    own = {mixer for mixer, _ in config.mixers_and_sparsity} - of_form
+    form_mixers = FORMS[config.hf_form].mixer_entries.keys()
+    other_mixers = {mixer for mixer, _ in config.mixers_and_sparsity} - form_mixers
     require(
-        not own,
-        f"transformers has no modules of the mixers {', '.join(sorted(own))}: leave --adapter out",
+        not other_mixers,
+        f"transformers has no modules of the mixers {', '.join(sorted(other_mixers))}: leave "
+        "--adapter out",
     )
     refused = [
         parameter.path
@@ -141,19 +142,19 @@ def _lora_pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict
     """Returns name of a module → (lora_A, lora_B)."""
     pairs = {}
     for parameter in stored_parameters(config_without_adapters(config)):
-        parts = _adapted_parts(parameter, adapters)
-        for layer, prefix in enumerate(parameter.layer_prefixes if parts else ()):
-            of_layer = {
-                own: tuple(x[layer] if parameter.declaration.stack_shape else x for x in pair)
-                for own, pair in parts.items()
+        adapters_by_range = _adapters_by_column_range(parameter, adapters)
+        for layer, prefix in enumerate(parameter.layer_prefixes if adapters_by_range else ()):
+            adapters_of_layer = {
+                columns: tuple(x[layer] if parameter.declaration.stack_shape else x for x in pair)
+                for columns, pair in adapters_by_range.items()
             }
             for tensor in parameter.entry.slices:
-                if (pair := _lora_pair_of_tensor(parameter, tensor, of_layer)) is not None:
+                if (pair := _lora_pair_of_tensor(parameter, tensor, adapters_of_layer)) is not None:
                     pairs[prefix + tensor.name.removesuffix(".weight")] = pair
     return pairs
 
 
-def _adapted_parts(
+def _adapters_by_column_range(
     parameter: StoredParameter, adapters: Mapping[str, np.ndarray]
 ) -> dict[tuple[int, int], LoraPair]:
     """Returns the adapters of a parameter: (first column, last column + 1) of each adapted part →
@@ -170,29 +171,32 @@ def _adapted_parts(
 
 
 def _lora_pair_of_tensor(
-    parameter: StoredParameter, tensor: TensorSlice, parts: Mapping[tuple[int, int], LoraPair]
+    parameter: StoredParameter,
+    tensor: TensorSlice,
+    adapters_by_range: Mapping[tuple[int, int], LoraPair],
 ) -> LoraPair | None:
     """Returns lora_A and lora_B of the module whose weight is `tensor`, for one layer; None if the
-    tensor holds no adapted part.
+    tensor holds no adapted part. `adapters_by_range` is what `_adapters_by_column_range` returns,
+    for this layer alone.
     """
     shape, letters = parameter.declaration.shape, parameter.declaration.dim_roles
     axes, rows = parameter.entry.transpose_axes, tensor_row_indices_in_layer(parameter, tensor)
     inputs = [axis for axis in axes if letters[axis] == "i"]
-    of_rows = [axis for axis in axes if letters[axis] != "i"]
-    assert list(axes) == of_rows + inputs, f"{tensor.name}: its columns are not the inputs"
+    row_axes = [axis for axis in axes if letters[axis] != "i"]
+    assert list(axes) == row_axes + inputs, f"{tensor.name}: its columns are not the inputs"
     # for each row of the tensor: the index of that row on the last axis of the parameter
-    column = np.broadcast_to(np.arange(shape[-1]), [shape[axis] for axis in sorted(of_rows)])
-    column = column.transpose(np.argsort(np.argsort(of_rows))).ravel()[rows]
+    column = np.broadcast_to(np.arange(shape[-1]), [shape[axis] for axis in sorted(row_axes)])
+    column = column.transpose(np.argsort(np.argsort(row_axes))).ravel()[rows]
     lora_a, lora_b = [], []
-    for (begin, end), (a, b) in parts.items():
+    for (begin, end), (a, b) in adapters_by_range.items():
         is_own = (begin <= column) & (column < end)
         if not is_own.any():
             continue
         lora_a.append(_lora_a_of_tensor(parameter, tensor, a).T)
         lora_b.append(np.zeros((len(column), b.shape[0]), b.dtype))
-        whole = np.zeros([shape[axis] for axis in sorted(of_rows)] + [b.shape[0]], b.dtype)
+        whole = np.zeros([shape[axis] for axis in sorted(row_axes)] + [b.shape[0]], b.dtype)
         whole[..., begin:end, :] = np.moveaxis(b, 0, -1)
-        order = (*np.argsort(np.argsort(of_rows)), len(of_rows))
+        order = (*np.argsort(np.argsort(row_axes)), len(row_axes))
         lora_b[-1][:] = whole.transpose(order).reshape(-1, b.shape[0])[rows]
     if not lora_a:
         return None

@@ -73,7 +73,7 @@ def tensor_row_indices_in_layer(
     """Returns, for each row of the tensor, the index of the same row in the transposed layer:
     integers [number of rows of the tensor].
     """
-    row_shape, _ = _row_and_column_shape(parameter, tensor)
+    row_shape, _ = _split_shape_into_rows_and_columns(parameter, tensor)
     index, order = tensor.index_in_layer, tensor.row_order
     ahead = index[:-1] if index and isinstance(index[-1], slice) else index
     if order is None and all(isinstance(position, int) for position in ahead):
@@ -100,7 +100,7 @@ def row_runs(
       part: the slice of the layer's parameter, not transposed.
       selected: the range of the tensor's rows to look at.
     """
-    row_shape, _ = _row_and_column_shape(parameter, tensor)
+    row_shape, _ = _split_shape_into_rows_and_columns(parameter, tensor)
     if not row_shape:  # the whole tensor is one row
         yield RowRun(slice(0, 1), (None,))
         return
@@ -146,7 +146,7 @@ def slice_around_rows(
     for the layer with the index `layer`. Of the transposed layer, the slice has a range of the
     first dimension, and the whole of each other dimension.
     """
-    row_shape, _ = _row_and_column_shape(parameter, tensor)
+    row_shape, _ = _split_shape_into_rows_and_columns(parameter, tensor)
     layer_part = list(shard_slices.full_slice(parameter.declaration.shape))
     if row_shape:
         numbers = tensor_row_indices_in_layer(parameter, tensor)[rows]
@@ -158,7 +158,7 @@ def slice_around_rows(
 
 def column_ranges(parameter: StoredParameter, tensor: TensorSlice, part: ShardSlice) -> list[slice]:
     """Returns the ranges of a tensor's columns that the slice `part` of one layer holds."""
-    row_shape, column_shape = _row_and_column_shape(parameter, tensor)
+    row_shape, column_shape = _split_shape_into_rows_and_columns(parameter, tensor)
     column_dims = [part[axis] for axis in parameter.entry.transpose_axes][len(row_shape) :]
     numbers = np.arange(math.prod(column_shape)).reshape(column_shape)[tuple(column_dims)].ravel()
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
@@ -174,11 +174,11 @@ def copy_rows(target: np.ndarray, source: np.ndarray) -> None:
         target[rows] = source[rows]
 
 
-def _row_and_column_shape(
+def _split_shape_into_rows_and_columns(
     parameter: StoredParameter, tensor: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Splits the shape of the transposed layer into the dimensions of its rows and the dimensions
-    of its columns.
+    """Splits the shape of the transposed layer in two: the sizes of the axes that a tensor's row
+    index runs over, and the sizes of the axes that its column index runs over.
     """
     shape = tuple(parameter.declaration.shape[axis] for axis in parameter.entry.transpose_axes)
     width = tensor.shape[-1]

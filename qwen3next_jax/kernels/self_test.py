@@ -238,7 +238,7 @@ def _stored_or_new_failure(device, test: SelfTest, folder: pathlib.Path) -> str:
         return f"is kept from the kernels by the file {folder}/avoid"
     try:
         modules = [importlib.import_module(name) for name in test.modules]
-    except Exception as failure:  # a library of the kernels is broken, or lacks what it needs
+    except Exception as failure:  # a library that the kernels import is broken or incomplete
         return _failure_text(failure)
     sources = b"".join(pathlib.Path(module.__file__).read_bytes() for module in modules)
     versions = [_package_version(name) for name in PACKAGES]

@@ -28,7 +28,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import LoRAConfig, ModelConfig
 from qwen3next_jax.model.adapter_names import SUFFIX, base_params, config_without_adapters
-from qwen3next_jax.model.parameters import Declared, Make, ParameterPart
+from qwen3next_jax.model.parameters import Make, ParameterDeclaration, ParameterPart
 from qwen3next_jax.model.selection import choose_parameters, layer_and_part_counts
 
 
@@ -39,7 +39,7 @@ class Adapter(nnx.Module):
     the parameter's output dimensions.
     """
 
-    def __init__(self, make: Make, matrix: Declared, width: int, rank: int):
+    def __init__(self, make: Make, matrix: ParameterDeclaration, width: int, rank: int):
         """Makes A and B.
 
         Args:
@@ -67,7 +67,7 @@ class Adapter(nnx.Module):
 def _make_adapter_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.Param:
     """Makes A or B. `start` makes the start value from a shape. `experts`, `inputs`, `pairs` and
     `outputs` are lists of dimensions, each given as (size, logical axis, role as in
-    `Declared.dim_roles`).
+    `ParameterDeclaration.dim_roles`).
     """
     dims = [axis for _, axis, _ in experts] + ["|"] * bool(experts)
     dims += [axis for _, axis, _ in inputs] + ["->"] + ["*"] * len(pairs)
@@ -104,19 +104,19 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
     declarations = {path: declared for path, (_, _, declared) in parameters.items()}
     for path, parts in sorted(_parts_with_adapters(config, declarations).items()):
         module, name, declared = parameters[path]
-        own = make.stacked(*declared.stack_shape)
+        make_stacked = make.stacked(*declared.stack_shape)
         if not declared.parts:
-            adapter = Adapter(own, declared, declared.shape[-1], config.lora.rank)
+            adapter = Adapter(make_stacked, declared, declared.shape[-1], config.lora.rank)
         else:
             adapter = PartAdapters()
             for part in parts:
-                of_part = Adapter(own, declared, part.width, config.lora.rank)
-                setattr(adapter, part.name, of_part)
+                part_adapter = Adapter(make_stacked, declared, part.width, config.lora.rank)
+                setattr(adapter, part.name, part_adapter)
         setattr(module, name + SUFFIX, adapter)
 
 
 def _parts_with_adapters(
-    config: ModelConfig, parameters: Mapping[str, Declared]
+    config: ModelConfig, parameters: Mapping[str, ParameterDeclaration]
 ) -> dict[str, tuple[ParameterPart, ...]]:
     """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. A
     parameter without parts gets one adapter, and its tuple is empty.
@@ -155,7 +155,7 @@ def _parts_with_adapters(
     }
 
 
-def _matrix_shape(declared: Declared, width: int) -> tuple[int, int]:
+def _matrix_shape(declared: ParameterDeclaration, width: int) -> tuple[int, int]:
     """Returns (number of inputs, number of outputs) of the matrix that consists of `width` columns
     of a parameter's last dimension.
     """
@@ -201,31 +201,33 @@ def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
 
 
 def _parameter_plus_adapters(
-    w: jax.Array, declared: Declared, pairs: Mapping[str, Any], scale: float
+    w: jax.Array, declared: ParameterDeclaration, adapters_by_part: Mapping[str, Any], scale: float
 ) -> jax.Array:
-    """Returns a parameter `w` with scale · A B added to each part that has an adapter. `pairs`:
-    {name of the part: (A, B)}; the name is "" for a parameter without parts.
+    """Returns a parameter `w` with scale · A B added to each part that has an adapter.
+    `adapters_by_part`: {name of the part: (A, B)}; the name is "" for a parameter without parts.
     """
-    names = "".join(chr(ord("a") + i) for i in range(len(declared.dim_roles)))
-    of_letter = {
-        letter: "".join(n for n, own in zip(names, declared.dim_roles) if own == letter)
+    dims = "".join(chr(ord("a") + i) for i in range(len(declared.dim_roles)))
+    dims_by_role = {
+        letter: "".join(dim for dim, role in zip(dims, declared.dim_roles) if role == letter)
         for letter in "bipo"
     }
-    a = of_letter["b"] + of_letter["i"] + of_letter["p"] + "z"
-    b = of_letter["b"] + "z" + of_letter["p"] + of_letter["o"]
-    formula = f"...{a},...{b}->...{names}"
+    a = dims_by_role["b"] + dims_by_role["i"] + dims_by_role["p"] + "z"
+    b = dims_by_role["b"] + "z" + dims_by_role["p"] + dims_by_role["o"]
+    formula = f"...{a},...{b}->...{dims}"
 
     def product(pair):
         return scale * jnp.einsum(formula, *pair, precision=jax.lax.Precision.HIGHEST)
 
-    if "" in pairs:
-        return w + product(pairs[""]).astype(w.dtype)
+    if "" in adapters_by_part:
+        return w + product(adapters_by_part[""]).astype(w.dtype)
     columns, begin = [], 0
     for part in declared.parts:
-        own = w[..., begin : begin + part.width]
+        w_part = w[..., begin : begin + part.width]
         begin += part.width
         columns.append(
-            own + product(pairs[part.name]).astype(w.dtype) if part.name in pairs else own
+            w_part + product(adapters_by_part[part.name]).astype(w.dtype)
+            if part.name in adapters_by_part
+            else w_part
         )
     return jnp.concatenate(columns, axis=-1)
 
@@ -242,14 +244,14 @@ def merged_model(model: nnx.Module) -> nnx.Module:
     graphdef, params = nnx.split(
         nnx.eval_shape(lambda: type(model)(plain, rngs=nnx.Rngs(0))), nnx.Param
     )
-    own = nnx.state(model, nnx.Param)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, own)
-    is_on_mesh = any(isinstance(one, NamedSharding) for one in jax.tree.leaves(shardings))
+    adapted_params = nnx.state(model, nnx.Param)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, adapted_params)
+    is_on_mesh = any(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings))
     merge = jax.jit(
         lambda params: merge_adapters(params, config.lora),
         out_shardings=shardings if is_on_mesh else None,
     )
-    merged = merge(own)
+    merged = merge(adapted_params)
     nnx.replace_by_pure_dict(params, base_params(nnx.to_pure_dict(merged)))
     return nnx.merge(graphdef, params)
 

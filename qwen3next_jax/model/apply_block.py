@@ -18,12 +18,12 @@ from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.row_groups import merge_rows, row_group_count, split_rows
 
 Cache = dict[str, Any] | None
-Applied = tuple[jax.Array, dict[str, Any], Cache]  # (x, auxiliary outputs, cache)
+BlockResults = tuple[jax.Array, dict[str, Any], Cache]  # (x, auxiliary outputs, cache)
 
 
 def apply_block(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None
-) -> Applied:
+) -> BlockResults:
     """Applies a layer as `block(x, context, cache)` does, and adds what the layer and the forward
     pass need: an n-gram embedding, diagnostics, groups of rows.
 
@@ -51,22 +51,22 @@ def apply_block(
 
 def add_ngram_embedding_then_run(
     run: Callable, block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache
-) -> Applied:
+) -> BlockResults:
     """Adds the layer's n-gram embedding of the tokens to x, then runs the layer with `run`."""
-    of_embedding = None
+    embedding_cache = None
     if cache is not None:
-        of_embedding = cache["embedding"]
+        embedding_cache = cache["embedding"]
         cache = {name: leaf for name, leaf in cache.items() if name != "embedding"}
-    added_BTD, of_embedding = block.embedding(x_BTD, context, of_embedding)
+    added_BTD, embedding_cache = block.embedding(x_BTD, context, embedding_cache)
     x_BTD, aux, cache = run(block, x_BTD + added_BTD, context, cache)
     if cache is not None:
-        cache = cache | {"embedding": of_embedding}
+        cache = cache | {"embedding": embedding_cache}
     return x_BTD, aux, cache
 
 
 def run_in_row_groups(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: None = None
-) -> Applied:
+) -> BlockResults:
     """Runs the layer on groups of rows (`model.row_groups`). The mixer, the norms and the shared
     expert process one group at a time; the routed experts process all groups together. The mixer's
     auxiliary outputs are sums over tokens, so this function adds up the sums of all groups.
@@ -74,33 +74,36 @@ def run_in_row_groups(
     groups = row_group_count(x_BTD, block.config, context.mesh)
     if groups == 1:
         return block(x_BTD, context)
-    xs_BTD, contexts, of_mixer = [], [], {}
-    for rows_BTD, own in split_rows(x_BTD, context, groups):
-        mixed_BTD, aux, _ = block.mixer_sublayer(rows_BTD, own)
+    xs_BTD, contexts, mixer_aux = [], [], {}
+    for rows_BTD, group_context in split_rows(x_BTD, context, groups):
+        mixed_BTD, aux, _ = block.mixer_sublayer(rows_BTD, group_context)
         xs_BTD.append(mixed_BTD)
-        contexts.append(own)
-        of_mixer = {name: of_mixer.get(name, 0) + value for name, value in aux.items()}
+        contexts.append(group_context)
+        mixer_aux = {name: mixer_aux.get(name, 0) + value for name, value in aux.items()}
     inputs_BTD, adds = zip(
-        *(block.constrained_input_and_add_output(x, "mlp", own) for x, own in zip(xs_BTD, contexts))
+        *(
+            block.constrained_input_and_add_output(x, "mlp", group_context)
+            for x, group_context in zip(xs_BTD, contexts)
+        )
     )
-    ys_BTD, of_mlp = block.mlp.apply_to_row_groups(inputs_BTD, contexts)
+    ys_BTD, mlp_aux = block.mlp.apply_to_row_groups(inputs_BTD, contexts)
     x_BTD = merge_rows([add(y_BTD) for add, y_BTD in zip(adds, ys_BTD)], context)
-    return x_BTD, of_mixer | of_mlp, None
+    return x_BTD, mixer_aux | mlp_aux, None
 
 
 def run_with_diagnostics(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None
-) -> Applied:
+) -> BlockResults:
     """Runs the layer and adds "diagnostics" to the auxiliary outputs: the diagnostics of the mixer
     and of the MLP, activation_max [], the largest |x|, and activation_median [], the mean over
     tokens of the median |x| of a token. Only the tokens that `Context.stats_mask` marks count.
     """
-    x_BTD, of_mixer, cache = block.mixer_sublayer(x_BTD, context, cache)
+    x_BTD, mixer_aux, cache = block.mixer_sublayer(x_BTD, context, cache)
     x_BTD, aux = block.mlp_sublayer(x_BTD, context)
-    if "mixer_loss" in of_mixer:
-        aux["mixer_loss"] = of_mixer.pop("mixer_loss")
+    if "mixer_loss" in mixer_aux:
+        aux["mixer_loss"] = mixer_aux.pop("mixer_loss")
     aux["diagnostics"] = (
-        of_mixer
+        mixer_aux
         | aux.get("diagnostics", {})
         | _activation_max_and_median(
             block.residual_for_diagnostics(x_BTD, block.config), context.stats_mask

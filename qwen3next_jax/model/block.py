@@ -38,7 +38,12 @@ class Block(nnx.Module):
     multi_token_prediction = MultiTokenPrediction
 
     def __init__(
-        self, config: ModelConfig, mixer: str, sparse: bool, make: Make, layers: tuple[int, ...]
+        self,
+        config: ModelConfig,
+        mixer: str,
+        sparse: bool,
+        make: Make,
+        layer_indices: tuple[int, ...],
     ):
         """Makes the parameters of one layer, or of several stacked layers of one kind.
 
@@ -47,11 +52,11 @@ class Block(nnx.Module):
           mixer: the name of the mixer, such as "gated_attention".
           sparse: whether the MLP is a mixture of experts; otherwise it is dense.
           make: makes the parameters; for stacked layers each parameter gets a leading axis.
-          layers: the indices of these layers in the model, from 0.
+          layer_indices: the indices of these layers in the model, from 0.
         """
         self.config = config
         self.mixer_norm = self.make_norm(make)
-        self.mixer = mixer_class(mixer)(config, make, layers)
+        self.mixer = mixer_class(mixer)(config, make, layer_indices)
         self.mlp_norm = self.make_norm(make)
         mlp_class = config.moe.mixture_class() if sparse else config.block.import_part("mlp")
         self.mlp = mlp_class(config, make)
@@ -64,9 +69,9 @@ class Block(nnx.Module):
         The auxiliary outputs are those of the MLP (see `SparseMoE`; {} for a dense MLP) and of the
         mixer (see `Mixer.__call__`).
         """
-        x_BTD, of_mixer, cache = self.mixer_sublayer(x_BTD, context, cache)
-        x_BTD, of_mlp = self.mlp_sublayer(x_BTD, context)
-        return x_BTD, of_mixer | of_mlp, cache
+        x_BTD, mixer_aux, cache = self.mixer_sublayer(x_BTD, context, cache)
+        x_BTD, mlp_aux = self.mlp_sublayer(x_BTD, context)
+        return x_BTD, mixer_aux | mlp_aux, cache
 
     def mixer_sublayer(self, x_BTD: jax.Array, context: Context, cache: dict | None = None):
         """Returns (x + mixer(norm(x)), the mixer's auxiliary outputs, the mixer's cache)."""
@@ -143,9 +148,9 @@ class Block(nnx.Module):
         return x_BTD
 
     @staticmethod
-    def residual_flops(config: ModelConfig, layers: int) -> float:
+    def residual_flops(config: ModelConfig, num_layers: int) -> float:
         """Counts the FLOPs per token that the forward pass spends on the residual stream in
-        `layers` layers and in `head_input`, without products with declared matrices, which
+        `num_layers` layers and in `head_input`, without products with declared matrices, which
         `model.flops` counts itself.
         """
         return 0.0

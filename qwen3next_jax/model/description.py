@@ -12,7 +12,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.flops import elements_used_by_token
 from qwen3next_jax.model.language_model import parameter_declarations
 from qwen3next_jax.model.layer_properties import empty_layer_cache
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 
 class LayerKind(NamedTuple):
@@ -35,7 +35,7 @@ class LayerKind(NamedTuple):
     mlp: str
     has_ngram_embedding: bool
     layer_indices: tuple[int, ...]
-    declarations: Mapping[str, Declared]
+    declarations: Mapping[str, ParameterDeclaration]
     parameter_count: int
     parameters_per_token: int
 
@@ -56,7 +56,7 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers, ordered by the index of their first layer. The layer of the
     multi-token prediction module is a kind of its own, the last of the result.
     """
-    by_kind: dict[tuple, tuple[list[int], dict[str, Declared]]] = {}
+    by_kind: dict[tuple, tuple[list[int], dict[str, ParameterDeclaration]]] = {}
     whole = parameter_declarations(config)
     for number, layers in enumerate(config.layer_stacks):
         first = layers[0]
@@ -87,7 +87,9 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     )
 
 
-def _parameters_below(parameters: Mapping[str, Declared], prefix: str) -> dict[str, Declared]:
+def _parameters_below(
+    parameters: Mapping[str, ParameterDeclaration], prefix: str
+) -> dict[str, ParameterDeclaration]:
     """Returns {rest of the path: declaration} of the parameters whose path begins with `prefix`.
     The declarations describe a single layer, without the dimension of stacked layers.
     """

@@ -148,7 +148,7 @@ def expert_parallel_moe(
                 (_all_gather, expert_RA),
             )
         )
-        here = _Options(
+        local_options = _Options(
             _LocalExperts,
             x_ND.shape[0],
             capacity_rows=_buffer_rows(expert_RA.size),
@@ -156,7 +156,7 @@ def expert_parallel_moe(
         )
         expert_NA -= jax.lax.axis_index(expert_axis) * experts
         return _reduce_scatter_with_gradient(
-            _experts_in_chunks(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID),
+            _experts_in_chunks(local_options, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID),
             expert_axis,
         )
     return _experts_in_chunks(
@@ -208,13 +208,15 @@ class _Options(NamedTuple):
     keep_hidden: bool = False
 
 
-def _chunk_tokens(x_RD, expert_RA, parts: int = 1) -> int:
+def _chunk_tokens(x_RD, expert_RA, parts_per_chunk: int = 1) -> int:
     """Returns the number of tokens in a chunk: the largest divisor of the number of tokens for
     which the rows of a chunk take at most `_max_chunk_bytes()` bytes. If a chunk is processed in
-    `parts` parts, one after another, only the rows of one part have to fit.
+    `parts_per_chunk` parts, one after another, only the rows of one part have to fit.
     """
     tokens, choices = expert_RA.shape
-    most = max(parts * _max_chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
+    most = max(
+        parts_per_chunk * _max_chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1
+    )
     return next(
         tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most
     )
@@ -265,8 +267,8 @@ def _experts_in_chunks_backward(options, saved, dy_RD):
         totals = _add_to_totals(totals, dw) if totals else dw
         return totals, ((dx, dweight.astype(weight.dtype)), ())
 
-    one = options.chunk_tokens == x_RD.shape[0]  # no sum over chunks, so no float32 totals
-    totals = None if one else [_float32_zeros_like(w) for w in (gate_up, down)]
+    is_one_chunk = options.chunk_tokens == x_RD.shape[0]  # no sum over chunks, so no float32 totals
+    totals = None if is_one_chunk else [_float32_zeros_like(w) for w in (gate_up, down)]
     (dgate_up, ddown), (dx_RD, dweight_RA), _ = _scan_chunks(
         options.chunk_tokens, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD), kept
     )
@@ -276,27 +278,27 @@ def _experts_in_chunks_backward(options, saved, dy_RD):
 _experts_in_chunks.defvjp(_experts_in_chunks_forward, _experts_in_chunks_backward)
 
 
-def _scan_chunks(size, step, carry, arrays, kept=()):
-    """Runs `jax.lax.scan` of `step` over chunks of `size` rows of `arrays`. If there is only one
-    chunk, it calls `step` once, without a scan.
+def _scan_chunks(chunk_tokens, step, carry, arrays, kept_arrays=()):
+    """Runs `jax.lax.scan` of `step` over chunks of `chunk_tokens` rows of `arrays`. If there is
+    only one chunk, it calls `step` once, without a scan.
 
     Args:
-      step: function (carry, the chunk's rows of `arrays`, the chunk's entry of `kept`) → (carry,
-        (outputs, arrays to keep for the backward pass)).
-      kept: in the backward pass, the arrays that the steps of the forward pass kept, with a leading
-        axis of chunks if there are several chunks.
+      step: function (carry, the chunk's rows of `arrays`, the chunk's entry of `kept_arrays`) →
+        (carry, (outputs, arrays to keep for the backward pass)).
+      kept_arrays: in the backward pass, the arrays that the steps of the forward pass kept, with a
+        leading axis of chunks if there are several chunks.
 
     Returns:
       (the last carry, the outputs with the chunks joined, the arrays that the steps kept).
     """
-    if arrays[0].shape[0] == size:
-        carry, (outputs, kept) = step(carry, arrays, kept)
-        return carry, outputs, kept
-    chunks = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), arrays)
-    carry, (outputs, kept) = jax.lax.scan(
-        lambda carry, inputs: step(carry, *inputs), carry, (chunks, kept)
+    if arrays[0].shape[0] == chunk_tokens:
+        carry, (outputs, kept_arrays) = step(carry, arrays, kept_arrays)
+        return carry, outputs, kept_arrays
+    chunks = jax.tree.map(lambda a: a.reshape(-1, chunk_tokens, *a.shape[1:]), arrays)
+    carry, (outputs, kept_arrays) = jax.lax.scan(
+        lambda carry, inputs: step(carry, *inputs), carry, (chunks, kept_arrays)
     )
-    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs), kept
+    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs), kept_arrays
 
 
 def _float32_zeros_like(w):
@@ -406,8 +408,8 @@ class _AllGatherExperts:
 
     def backward(self, x, weight, gate_up, down, dy, kept):
         shards = jax.lax.axis_size(self.axis)
-        of_chunk = (weight.shape[0] // self.chunks * shards, weight.shape[1])
-        weight = jax.ShapeDtypeStruct(of_chunk, weight.dtype)
+        chunk_shape = (weight.shape[0] // self.chunks * shards, weight.shape[1])
+        weight = jax.ShapeDtypeStruct(chunk_shape, weight.dtype)
 
         def step(carry, x, dy):
             dw, (*kept, last) = carry
@@ -450,8 +452,8 @@ class _AllGatherExperts:
         if back:
             parts.reverse()
         sums = [
-            jnp.concatenate([_reduce_scatter(part, self.axis) for part in of_all])
-            for of_all in zip(*parts)
+            jnp.concatenate([_reduce_scatter(part, self.axis) for part in parts_of_array])
+            for parts_of_array in zip(*parts)
         ]
         return carry, sums
 
@@ -582,10 +584,15 @@ class _AllToAllExperts:
         ends_SL = jnp.cumsum(self.sizes_SSL[:, self.shard].reshape(-1))  # by sender, then expert
         row_P = low + jnp.arange(size)
         group_P = jnp.sum(row_P[:, None] >= ends_SL, axis=1)
-        read_SS, rows_SS, land_SS = self._round_offsets(low, size)
+        from_row_SS, count_SS, to_row_SS = self._round_offsets(low, size)
         received = tuple(
             exchange_rows(
-                a, jnp.zeros((size, *a.shape[1:]), a.dtype), read_SS, rows_SS, land_SS, self.axis
+                a,
+                jnp.zeros((size, *a.shape[1:]), a.dtype),
+                from_row_SS,
+                count_SS,
+                to_row_SS,
+                self.axis,
             )
             for a in rows
         )
@@ -595,9 +602,9 @@ class _AllToAllExperts:
         """Sends the results `rows_P` of one round back to the shards that sent the rows. Returns
         `total_Q`, one row for each of this shard's choices, with the results that came back.
         """
-        read_SS, rows_SS, land_SS = self._round_offsets(low, rows_P.shape[0])
+        from_row_SS, count_SS, to_row_SS = self._round_offsets(low, rows_P.shape[0])
         return exchange_rows(
-            rows_P.astype(total_Q.dtype), total_Q, land_SS.T, rows_SS.T, read_SS.T, self.axis
+            rows_P.astype(total_Q.dtype), total_Q, to_row_SS.T, count_SS.T, from_row_SS.T, self.axis
         )
 
     def _round_offsets(self, low, size):
@@ -611,14 +618,14 @@ class _AllToAllExperts:
         """
         start = jnp.maximum(self.arrives_SS, low)
         end = jnp.minimum(self.arrives_SS + self.sent_SS, low + size)
-        rows_SS = jnp.maximum(end - start, 0)
+        count_SS = jnp.maximum(end - start, 0)
         # If a pair of shards exchanges nothing, its offsets would lie far outside of the buffers,
         # which hardware may not accept.
-        read_SS, land_SS = (
-            jnp.where(rows_SS > 0, x, 0)
+        from_row_SS, to_row_SS = (
+            jnp.where(count_SS > 0, x, 0)
             for x in (self.first_SS + start - self.arrives_SS, start - low)
         )
-        return read_SS, rows_SS, land_SS
+        return from_row_SS, count_SS, to_row_SS
 
     def _sum_by_token(self, rows_QD):
         return sum_by_token(rows_QD, self.order_Q, self.shape)

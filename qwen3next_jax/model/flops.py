@@ -27,7 +27,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.adapter_names import config_without_adapters
 from qwen3next_jax.model.language_model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 BACKWARD_OVER_FORWARD = 2
 
@@ -84,9 +84,9 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
             config, sequence_length
         )
     placement = config.block.import_part("placement")
-    of_residual = placement.residual_flops(config, config.num_hidden_layers)
-    if of_residual:
-        parts["residual"] = parts.get("residual", 0.0) + of_residual
+    residual_flops = placement.residual_flops(config, config.num_hidden_layers)
+    if residual_flops:
+        parts["residual"] = parts.get("residual", 0.0) + residual_flops
     if config.mtp_depth:
         mixer = mixer_class(config.full_mixer).activation_flops(config, sequence_length)
         parts["mtp"] += config.mtp_depth * (mixer + placement.residual_flops(config, 1))
@@ -107,7 +107,7 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     return ParameterCounts(total, embeddings, mtp, active)
 
 
-def elements_used_by_token(config: ModelConfig, parameter: Declared) -> int:
+def elements_used_by_token(config: ModelConfig, parameter: ParameterDeclaration) -> int:
     """Returns how many elements of the parameter one token uses: all of them, or those of the
     experts that a token chooses.
     """
@@ -117,7 +117,7 @@ def elements_used_by_token(config: ModelConfig, parameter: Declared) -> int:
     return parameter.size // parameter.num_experts * chosen
 
 
-def _part_name(config: ModelConfig, path: str, parameter: Declared) -> str:
+def _part_name(config: ModelConfig, path: str, parameter: ParameterDeclaration) -> str:
     """Returns the name of the part of the model to which a parameter belongs, such as "experts";
     `forward_flops_per_token` lists the names.
     """

@@ -67,7 +67,7 @@ class GatedAttention(Mixer):
     writes_cache_in_place = True
     marks_saved_results = True
 
-    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+    def __init__(self, config: ModelConfig, make: Make, layer_indices: tuple[int, ...]):
         self.config = c = config
         d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         query = (("query", k), ("gate", k)) if c.attention_output_gate else (("query", k),)

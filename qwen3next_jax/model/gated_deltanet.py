@@ -54,7 +54,7 @@ class GatedDeltaNet(Recurrent):
         "output_gate_type",
     )
 
-    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+    def __init__(self, config: ModelConfig, make: Make, layer_indices: tuple[int, ...]):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
         r = h // g

@@ -26,7 +26,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layer_properties import check_mixers, empty_layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
-from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
+from qwen3next_jax.model.parameters import Make, ParameterDeclaration, check_declared, declared_tree
 from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.model.routing import check_expert_ids_shape, stack_expert_ids
 from qwen3next_jax.model.targets import has_target_in_document
@@ -139,15 +139,15 @@ class Qwen3Next(nnx.Module):
         block = c.block.import_part("placement")
         self.layers = nnx.List(
             [
-                block(c, *c.mixers_and_sparsity[layers[0]], make.stacked(len(layers)), layers)
-                for layers in c.layer_stacks
+                block(c, *c.mixers_and_sparsity[indices[0]], make.stacked(len(indices)), indices)
+                for indices in c.layer_stacks
             ]
         )
         for number, layer in enumerate(sorted(c.ple.layer_ids)):
-            (of_layer,) = [
-                own for own, layers in zip(self.layers, c.layer_stacks) if layer - 1 in layers
+            (stack_with_layer,) = [
+                stack for stack, indices in zip(self.layers, c.layer_stacks) if layer - 1 in indices
             ]
-            of_layer.embedding = c.ple.embedding_class()(c, make.stacked(1), number)
+            stack_with_layer.embedding = c.ple.embedding_class()(c, make.stacked(1), number)
         self.final_norm = block.make_final_norm(c, make)
         if not c.tie_word_embeddings:
             self.head = make.matrix(
@@ -258,8 +258,8 @@ class Qwen3Next(nnx.Module):
         entered = self._residual_from_embeddings(embedded, context.positions)
         x, per_layer, _ = run_layers(self.layers, self.config, entered, context, remat=remat)
         hidden = constrain(self.head_input(x), mesh, "batch", "time", None)
-        of_mtp = self._run_mtp(x, hidden, embedded, context, remat)
-        return self._make_features(entered, per_layer, hidden, of_mtp, options)
+        mtp_results = self._run_mtp(x, hidden, embedded, context, remat)
+        return self._make_features(entered, per_layer, hidden, mtp_results, options)
 
     def _remat_policy(self, remat: str, dtype: jnp.dtype) -> str:
         """Returns the policy `remat`, but "kept" in place of "none" if the dtype is bfloat16 and
@@ -277,7 +277,7 @@ class Qwen3Next(nnx.Module):
         entered: jax.Array,
         per_layer: list[dict[str, Any]],
         hidden: jax.Array,
-        of_mtp: "_MTPResults",
+        mtp_results: "_MTPResults",
         options: ForwardOptions,
     ) -> Features:
         """Returns the `Features` of a forward pass.
@@ -286,16 +286,16 @@ class Qwen3Next(nnx.Module):
           entered: the residual stream before the first layer.
           per_layer: the auxiliary outputs of the trunk's layers.
           hidden: the trunk's states after the final norm.
-          of_mtp: the results of the MTP module.
+          mtp_results: the results of the MTP module.
           options: what the caller asks for.
         """
         features = Features(
             hidden,
-            of_mtp.hidden,
+            mtp_results.hidden,
             stack_router_statistics(per_layer),
-            of_mtp.router_statistics,
+            mtp_results.router_statistics,
             mixer_losses=tuple(aux["mixer_loss"] for aux in per_layer if "mixer_loss" in aux),
-            mtp_mixer_loss=of_mtp.mixer_loss,
+            mtp_mixer_loss=mtp_results.mixer_loss,
         )
         if options.capture_layer_outputs:
             features = features._replace(
@@ -305,7 +305,7 @@ class Qwen3Next(nnx.Module):
                 ),
             )
         if options.collect_stats:
-            diagnostics = (*(aux["diagnostics"] for aux in per_layer), *of_mtp.diagnostics)
+            diagnostics = (*(aux["diagnostics"] for aux in per_layer), *mtp_results.diagnostics)
             features = features._replace(diagnostics=diagnostics)
         if options.record_routing:
             expert_ids = stack_expert_ids(self.config, per_layer, hidden.shape[:2])
@@ -445,8 +445,8 @@ class Qwen3Next(nnx.Module):
             )
             if mesh is not None:
                 loss = jax.lax.psum(loss, non_manual_axes(mesh, axes))
-            of_rows = (rows.correct, rows.argmax, rows.nll, rows.logsumexp)
-            return CrossEntropy(loss, *(x.reshape(targets_BT.shape) for x in of_rows))
+            per_row = (rows.correct, rows.argmax, rows.nll, rows.logsumexp)
+            return CrossEntropy(loss, *(x.reshape(targets_BT.shape) for x in per_row))
 
         # Unlike the layers, the loss can also split time over `tensor`.
         hidden = constrain(hidden, mesh, "batch", "time", None)
@@ -584,7 +584,7 @@ def stack_router_statistics(per_layer: Sequence[dict[str, Any]]) -> dict[str, ja
 
 
 @functools.lru_cache(maxsize=256)
-def parameter_declarations(config: ModelConfig) -> Mapping[str, Declared]:
+def parameter_declarations(config: ModelConfig) -> Mapping[str, ParameterDeclaration]:
     """Returns {path, such as "layers/0/mixer/q_proj": declaration} for every parameter of a model
     with these settings. It allocates no arrays.
     """

@@ -29,19 +29,25 @@ def check_mixers(config: ModelConfig) -> None:
     """Raises UserError if a mixer refuses the settings, or if a setting that only some mixers read
     differs from its default and no layer of the model reads it.
     """
-    used = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
-    for mixer in used.values():
+    classes = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
+    for mixer in classes.values():
         mixer.check(config)
-    read = {setting for mixer in used.values() for setting in mixer.switches_read} | set(
-        BLOCK_SWITCHES
+    settings_read = {
+        setting for mixer in classes.values() for setting in mixer.switches_read
+    } | set(BLOCK_SWITCHES)
+    other_settings = (
+        "output_gate_type",
+        "beta_range",
+        "delta_rule",
+        "yarn_factor",
+        "block.rope_scaling",
     )
-    others = ("output_gate_type", "beta_range", "delta_rule", "yarn_factor", "block.rope_scaling")
-    for setting in (*ABLATIONS, *others):
+    for setting in (*ABLATIONS, *other_settings):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(
-            value == default or setting in read,
+            value == default or setting in settings_read,
             f"model.{setting} = {value!r}: no layer of this model reads it (its mixers: "
-            f"{', '.join(used)}): expected {default!r}",
+            f"{', '.join(classes)}): expected {default!r}",
         )
 
 
@@ -55,15 +61,15 @@ def settings_unused_by_mixers(config: ModelConfig) -> dict[str, str]:
     """Returns {setting: reason, as text} for the settings of `READ_BY_PART` that no layer of the
     model reads.
     """
-    used = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
+    classes = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     return {
-        setting: f"no mixer of the model ({', '.join(used)}) reads it"
+        setting: f"no mixer of the model ({', '.join(classes)}) reads it"
         + (f" with model.{switch} = False" if not getattr(config, switch) else "")
         for setting, switch in READ_BY_PART.items()
         if not any(
             setting in mixer.switches_read
             and (switch not in mixer.switches_read or getattr(config, switch))
-            for mixer in used.values()
+            for mixer in classes.values()
         )
     }
 
@@ -96,10 +102,10 @@ def partial_ablation_lines(config: ModelConfig) -> list[str]:
     return lines
 
 
-def _ranges_text(numbers: list[int]) -> str:
+def _ranges_text(layer_numbers: list[int]) -> str:
     """Returns ascending numbers as text: [0, 1, 2, 4] is "0-2, 4"."""
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in layer_numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:

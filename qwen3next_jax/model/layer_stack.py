@@ -70,7 +70,7 @@ def run_layers(
     # groups of several layers.
     single = sum(len(layers) == 1 for layers in config.layer_stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-    own = [
+    single_caches = [
         _map_arrays_sliced_by_layer(first_of, c, is_in_place)
         for c, is_in_place in zip(caches, in_place[:single])
     ]
@@ -81,18 +81,18 @@ def run_layers(
             jnp.moveaxis(context.replayed_expert_ids[:, :, jnp.array(layers)], 2, 0)
             for layers in config.layer_stacks
         ]
-    x_BTD, per_layer, own = run(
+    x_BTD, per_layer, single_caches = run(
         graphdefs[:single],
         first_of(list(params[:single])),
         x_BTD,
-        own,
+        single_caches,
         first_of(replayed[:single]),
         0,
     )
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
     caches[:single] = [
         _map_arrays_sliced_by_layer(stacked_again, c, is_in_place)
-        for c, is_in_place in zip(own, in_place)
+        for c, is_in_place in zip(single_caches, in_place)
     ]
     if single == len(blocks):
         return x_BTD, per_layer, caches
@@ -157,14 +157,14 @@ def _run_layer_of_each_block(
     x_BTD: jax.Array,
     caches: Sequence[Cache],
     replayed: Sequence[jax.Array | None],
-    number: jax.Array | int,
+    layer_in_group: jax.Array | int,
     *,
     config: ModelConfig,
     context: Context,
     remat: str,
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
-    """Applies one layer of each block: the layer with the index `number` in its group. The
+    """Applies one layer of each block: the layer with the index `layer_in_group` in its group. The
     arguments and results are those of `run_layers`, restricted to the layers with this index.
     `replayed` holds the `Context.replayed_expert_ids` of each layer. `looped`: see
     `remat.rematerialized`.
@@ -176,8 +176,10 @@ def _run_layer_of_each_block(
 
             block_params = merge_adapters(block_params, config.lora)
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
-        own = context._replace(layer_in_stack=number, replayed_expert_ids=expert_ids)
-        x_BTD, aux, block_cache = apply_block(block, x_BTD, own, block_cache)
+        layer_context = context._replace(
+            layer_in_stack=layer_in_group, replayed_expert_ids=expert_ids
+        )
+        x_BTD, aux, block_cache = apply_block(block, x_BTD, layer_context, block_cache)
         return (
             constrain(x_BTD, context.mesh, "batch", context.logical_time_axis, None),
             aux,
@@ -218,13 +220,15 @@ def _replace_expert_parameters(params: list[nnx.State], replace) -> list[nnx.Sta
     )
 
 
-def _take_expert_parameters(whole: list[nnx.State], params: list[nnx.State]) -> list[nnx.State]:
+def _take_expert_parameters(
+    with_experts: list[nnx.State], params: list[nnx.State]
+) -> list[nnx.State]:
     """Returns `params`, in which the parameters that hold several experts are replaced by those of
-    `whole`, a list of the same structure.
+    `with_experts`, a list of the same structure.
     """
     return jax.tree.map(
-        lambda p, own: p if p.declared.num_experts > 1 else own,
-        whole,
+        lambda p, replaced: p if p.declared.num_experts > 1 else replaced,
+        with_experts,
         params,
         is_leaf=_is_parameter,
     )

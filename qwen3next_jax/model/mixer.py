@@ -87,14 +87,14 @@ class Mixer(nnx.Module):
     needs_whole_rows: ClassVar[bool] = False
     marks_saved_results: ClassVar[bool] = False
 
-    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+    def __init__(self, config: ModelConfig, make: Make, layer_indices: tuple[int, ...]):
         """Makes the parameters.
 
         Args:
           config: the model's settings.
           make: makes one parameter at a time.
-          layers: the indices, from 0, of the layers whose parameters are stacked. The layer of the
-            multi-token prediction module gets the index of the model's last layer.
+          layer_indices: the indices, from 0, of the layers whose parameters are stacked. The layer
+            of the multi-token prediction module gets the index of the model's last layer.
         """
         raise NotImplementedError
 

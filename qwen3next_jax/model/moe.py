@@ -137,12 +137,16 @@ class SparseMoE(nnx.Module):
         context = contexts[0]
         mesh = context.mesh
         dtype = xs_BTD[0].dtype
-        parameters = _Weights(self.router, [getattr(self, n) for n in self.expert_parameter_names])
+        parameters = _RouterAndExpertWeights(
+            self.router, [getattr(self, n) for n in self.expert_parameter_names]
+        )
         stored = parameters.map(lambda p: (p.declared, p.shape))
         specs = None
         if mesh is not None:
             specs = stored.map(lambda declared: storage_spec(*declared, mesh))
-        weights = _Weights(self.router[...], [p[...].astype(dtype) for p in parameters.experts])
+        weights = _RouterAndExpertWeights(
+            self.router[...], [p[...].astype(dtype) for p in parameters.experts]
+        )
         # in decoding, the weights may hold all stacked layers (see `layer_stack`)
         one_layer = len(parameters.experts[0].declared.shape)
         layer = context.layer_in_stack if weights.experts[0].ndim > one_layer else None
@@ -202,7 +206,7 @@ class SparseMoE(nnx.Module):
         return openness_BT1.astype(x_BTD.dtype) * shared_BTD
 
 
-class _Weights(NamedTuple):
+class _RouterAndExpertWeights(NamedTuple):
     """The weights of a mixture of experts. The method `map` replaces each weight, for example by
     its declaration.
 
@@ -216,8 +220,8 @@ class _Weights(NamedTuple):
     router: Any
     experts: Sequence[Any]
 
-    def map(self, f: Callable) -> "_Weights":
-        return _Weights(f(self.router), [f(weight) for weight in self.experts])
+    def map(self, f: Callable) -> "_RouterAndExpertWeights":
+        return _RouterAndExpertWeights(f(self.router), [f(weight) for weight in self.experts])
 
 
 class _RouterBiases(NamedTuple):
@@ -237,12 +241,12 @@ def _routed_experts(
     config: ModelConfig,
     mesh: Mesh | None,
     choose_implementation: Callable,
-    stored: _Weights,
+    stored: _RouterAndExpertWeights,
     layer: jax.Array | int | None,
     counts_required_bias: bool,
     keep_hidden: bool,
     xs_BTD: Sequence[jax.Array],
-    weights: _Weights,
+    weights: _RouterAndExpertWeights,
     stats_masks: Sequence[jax.Array | None],
     replayed: Sequence[jax.Array | None],
     biases: _RouterBiases,
@@ -340,7 +344,12 @@ def _routed_experts(
     )
 
 
-def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat: bool) -> _Weights:
+def _gather_weights(
+    weights: _RouterAndExpertWeights,
+    declarations_and_shapes: _RouterAndExpertWeights,
+    mesh: Mesh | None,
+    flat: bool,
+) -> _RouterAndExpertWeights:
     """Gathers this device's shards of the weights over their storage axes (`sharding.rules`). With
     `flat`, gate and up are reshaped to [E, D, 2·I] before they are gathered. The tiled computation
     reads this layout. If the reshape came after the gather, a TPU would copy the gathered weights.
@@ -351,13 +360,13 @@ def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat
     if mesh is None:
         return weights
 
-    def gathered(weight, stored):
-        declared, shape = stored
+    def gathered(weight, declaration_and_shape):
+        declared, shape = declaration_and_shape
         return gather_in_shard(weight, declared, shape, mesh)
 
-    return _Weights(
-        gathered(weights.router, stored.router),
-        [gathered(*pair) for pair in zip(weights.experts, stored.experts)],
+    return _RouterAndExpertWeights(
+        gathered(weights.router, declarations_and_shapes.router),
+        [gathered(*pair) for pair in zip(weights.experts, declarations_and_shapes.experts)],
     )
 
 

@@ -35,7 +35,7 @@ from qwen3next_jax.sharding.rules import check_logical_axes
 #   not by a gradient, and never decays. It is stored in float32.
 # - indexer: belongs to an indexer of sparse attention. A loss of its own trains it, or it is
 #   frozen. It never decays.
-Kind = Literal[
+ParameterKind = Literal[
     "matrix",
     "embedding",
     "head",
@@ -65,11 +65,11 @@ class ParameterPart(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Declared:
+class ParameterDeclaration:
     """The declaration of one parameter.
 
     Attributes:
-      kind: the kind of the parameter (see `Kind`).
+      kind: the kind of the parameter (see `ParameterKind`).
       shape: the shape of the parameter of one layer.
       stack_shape: the number of stacked layers, (layers,), whose parameters one array holds; () for
         one layer. The array has the shape `stack_shape` + `shape`.
@@ -87,7 +87,7 @@ class Declared:
         before its layer runs. "operator": the operator that uses the parameter gathers it.
     """
 
-    kind: Kind
+    kind: ParameterKind
     shape: tuple[int, ...]
     stack_shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -153,18 +153,18 @@ class Make:
         return Make(self.config, self.rngs, stack_shape, self.dtype)
 
     def matrix(
-        self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
+        self, shape: Sequence[int], dims: str, *, kind: ParameterKind = "matrix", **decisions: Any
     ) -> nnx.Param:
         """Makes a parameter whose start values are drawn from N(0, initializer_range²). The
-        arguments are those of `parameter`, without `start`.
+        arguments are those of `parameter`, without `initializer`.
         """
 
-        def start(shape):
+        def initializer(shape):
             return self.config.initializer_range * jax.random.normal(
                 self.rngs.params(), shape, jnp.float32
             )
 
-        return self.parameter(start, shape, dims, kind=kind, **decisions)
+        return self.parameter(initializer, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
         """Makes the weight [width] of a norm that `layers.rms_norm` applies. With `plain`, the norm
@@ -172,16 +172,16 @@ class Make:
         """
         if self.config.block.norm != "rms" and not plain:
             return self.config.block.import_part("norm").weight(self, width)
-        start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
-        return self.parameter(start, (width,), ".", kind="norm")
+        initializer = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
+        return self.parameter(initializer, (width,), ".", kind="norm")
 
     def parameter(
         self,
-        start: Callable[[tuple[int, ...]], jax.Array],
+        initializer: Callable[[tuple[int, ...]], jax.Array],
         shape: Sequence[int],
         dims: str,
         *,
-        kind: Kind,
+        kind: ParameterKind,
         parts: Sequence[tuple[str, int] | tuple[str, int, int]] = (),
         uses_model_dtype: bool | None = None,
         gathered_by: Literal["layer", "operator"] = "layer",
@@ -190,18 +190,18 @@ class Make:
         value of a matrix that writes to the residual stream is divided by √(2 · layers).
 
         Args:
-          start: function (shape, with the dimension of stacked layers) → the start value.
+          initializer: function (shape, with the dimension of stacked layers) → the start value.
           shape: the shape of the parameter of one layer.
           dims: one word for each dimension: its logical axis, or "." for a dimension without
             logical axis. In "embed -> query_heads head_width", the product sums over the dimensions
             before "->", and its result has the dimensions after "->". If `dims` has no "->", no
             product uses the parameter. In "experts | embed -> * mlp", the dimensions before "|" are
             indices of experts, and "*" is an index of matrices with the same input.
-          kind: the kind of the parameter (see `Kind`).
-          parts: tuples with the fields of `ParameterPart`, as in `Declared`.
-          uses_model_dtype: as in `Declared`; None: True for the kinds "matrix", "convolution",
-            "head" and "vector", else False.
-          gathered_by: as in `Declared`.
+          kind: the kind of the parameter (see `ParameterKind`).
+          parts: tuples with the fields of `ParameterPart`, as in `ParameterDeclaration`.
+          uses_model_dtype: as in `ParameterDeclaration`; None: True for the kinds "matrix",
+            "convolution", "head" and "vector", else False.
+          gathered_by: as in `ParameterDeclaration`.
 
         Raises:
           ValueError: `dims` or `parts` does not fit `shape`, or `dims` names an axis that
@@ -231,11 +231,11 @@ class Make:
             )
         if uses_model_dtype is None:
             uses_model_dtype = kind in ("matrix", "convolution", "head", "vector")
-        declared = Declared(
+        declared = ParameterDeclaration(
             kind, shape, self.stack_shape, axes, dim_roles, parts, uses_model_dtype, gathered_by
         )
         dtype = jnp.float32 if kind in ("rate", "balance") else self.dtype
-        value = start((*self.stack_shape, *shape))
+        value = initializer((*self.stack_shape, *shape))
         if self.config.depth_scaled_init and declared.writes_to_residual:
             value = value / math.sqrt(2 * self.config.num_hidden_layers)
         return nnx.Param(value.astype(dtype), declared=declared)
@@ -243,7 +243,7 @@ class Make:
 
 def _parse_dims(dims: str) -> tuple[tuple[str | None, ...], str]:
     """Parses the argument `dims` of `Make.parameter`, such as "embed -> query_heads head_width".
-    Returns the fields (axes, dim_roles) of `Declared`.
+    Returns the fields (axes, dim_roles) of `ParameterDeclaration`.
     """
     axes, roles, role = [], [], "i"
     for word in dims.split():
@@ -274,7 +274,7 @@ def check_declared(model: nnx.Module) -> None:
 
 def declared_tree(params: nnx.State) -> dict:
     """Returns the declarations of `params` as nested dicts: `nnx.to_pure_dict(params)` with each
-    array replaced by the `Declared` of its parameter.
+    array replaced by the `ParameterDeclaration` of its parameter.
     """
     return nnx.to_pure_dict(
         jax.tree.map(

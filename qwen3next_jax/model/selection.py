@@ -5,7 +5,7 @@ A value may list alternatives, separated by "|". The fields:
 
     name    the path of the parameter, with the wildcards of a shell: name=*/mixer/*. "*" also
             matches "/". A word without "=" is a name.
-    kind    the kind of the parameter, as it is declared (`model.parameters.Kind`)
+    kind    the kind of the parameter, as it is declared (`model.parameters.ParameterKind`)
     layer   the number of a layer, or a range of numbers with both ends: layer=0-3|7. The layer of
             the multi-token prediction module is numbered after the last layer of the trunk.
     part    the name of one of the matrices that lie side by side in a parameter: part=v
@@ -24,7 +24,7 @@ import numpy as np
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require, short_repr
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.parameters import Declared, Kind
+from qwen3next_jax.model.parameters import ParameterDeclaration, ParameterKind
 
 FIELDS = ("name", "kind", "layer", "part")
 
@@ -40,7 +40,7 @@ class ParameterChoice(NamedTuple):
     """
 
     chosen_layer_parts: np.ndarray
-    declared: Declared
+    declared: ParameterDeclaration
 
     @property
     def is_whole(self) -> bool:
@@ -58,12 +58,12 @@ class ParameterChoice(NamedTuple):
         )
 
 
-def layer_and_part_counts(declared: Declared) -> tuple[int, int]:
+def layer_and_part_counts(declared: ParameterDeclaration) -> tuple[int, int]:
     """Returns (number of stacked layers, number of parts) of a parameter, each at least 1."""
     return math.prod(declared.stack_shape), max(len(declared.parts), 1)
 
 
-def broadcast_to_parameter(declared: Declared, values: np.ndarray) -> np.ndarray:
+def broadcast_to_parameter(declared: ParameterDeclaration, values: np.ndarray) -> np.ndarray:
     """Returns one value for each layer and part of a parameter, `values` [layers, parts], as an
     array that can be broadcast to the parameter.
     """
@@ -72,12 +72,12 @@ def broadcast_to_parameter(declared: Declared, values: np.ndarray) -> np.ndarray
     return columns.reshape(*declared.stack_shape, *last)
 
 
-def _part_widths(declared: Declared) -> list[int]:
+def _part_widths(declared: ParameterDeclaration) -> list[int]:
     return [part.width for part in declared.parts] or [(1, *declared.shape)[-1]]
 
 
 def choose_parameters(
-    model: ModelConfig, parameters: Mapping[str, Declared], text: str, setting: str
+    model: ModelConfig, parameters: Mapping[str, ParameterDeclaration], text: str, setting: str
 ) -> dict[str, ParameterChoice]:
     """Chooses the parameters for which all conditions of `text` hold.
 
@@ -114,7 +114,9 @@ def choose_parameters(
     return chosen
 
 
-def _layer_numbers(model: ModelConfig, path: str, declared: Declared) -> list[int | None]:
+def _layer_numbers(
+    model: ModelConfig, path: str, declared: ParameterDeclaration
+) -> list[int | None]:
     """Returns the number of each layer that is stacked in the parameter. If the parameter belongs
     to no layer, every number is None.
     """
@@ -127,8 +129,8 @@ def _layer_numbers(model: ModelConfig, path: str, declared: Declared) -> list[in
 
 
 def _parse_condition(
-    word: str, parameters: Mapping[str, Declared], last_layer: int, where: str
-) -> Callable[[str, Declared, list[int | None]], np.ndarray | bool]:
+    word: str, parameters: Mapping[str, ParameterDeclaration], last_layer: int, where: str
+) -> Callable[[str, ParameterDeclaration, list[int | None]], np.ndarray | bool]:
     """Parses one condition, such as "layer=0-3".
 
     Returns:
@@ -147,7 +149,7 @@ def _parse_condition(
     )
     values = value.split("|")
     if field == "kind":
-        kinds = typing.get_args(Kind)
+        kinds = typing.get_args(ParameterKind)
         for kind in values:
             require(
                 kind in kinds,
@@ -166,13 +168,15 @@ def _parse_condition(
         [_parse_layer_range(text, last_layer, where) for text in values] if field == "layer" else []
     )
 
-    def holds(path: str, declared: Declared, layers: list[int | None]) -> np.ndarray | bool:
+    def holds(
+        path: str, declared: ParameterDeclaration, layer_numbers: list[int | None]
+    ) -> np.ndarray | bool:
         if field == "name":
             return any(fnmatch.fnmatchcase(path, pattern) for pattern in values)
         if field == "kind":
             return declared.kind in values
         if field == "layer":
-            return np.array([_is_in_any_range(layer, ranges) for layer in layers])[:, None]
+            return np.array([_is_in_any_range(layer, ranges) for layer in layer_numbers])[:, None]
         names = [part.name for part in declared.parts] or [""]
         return np.array([name in values for name in names])[None, :]
 

@@ -106,8 +106,8 @@ def _last_inputs_before_padding(before, x_BTD, ids, segment_ids, axis_name):
     else:
         length_B = jnp.sum(segment_ids > 0, axis=1)
         window = jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, state_size))
-        same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
-        final = jnp.where(same[..., None], window(extended, length_B), 0)
+        same_document = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
+        final = jnp.where(same_document[..., None], window(extended, length_B), 0)
     if axis_name is not None:
         # The row ends on the last shard that has a token. A row without tokens ends on the first
         # shard.
@@ -151,17 +151,17 @@ def _same_document_masks(ids, width: int, dtype):
     )
 
 
-def _masked_products_by_tap(inputs_by_tap, scale, same):
+def _masked_products_by_tap(inputs_by_tap, scale, same_document):
     """Returns a list of the arrays inputs_by_tap[w] * scale[w] for the taps w = 0 … W - 1 of the
     kernel, with zeros where the input is of another document.
 
     Args:
       inputs_by_tap: W arrays [B, T, D].
       scale: W arrays that broadcast to [B, T, D].
-      same: [W, B, T], the result of `_same_document_masks`; None if a row is one document.
+      same_document: [W, B, T], the result of `_same_document_masks`; None if a row is one document.
     """
     return [
-        x * y if same is None else x * y * same[w][..., None]
+        x * y if same_document is None else x * y * same_document[w][..., None]
         for w, (x, y) in enumerate(zip(inputs_by_tap, scale))
     ]
 
@@ -174,11 +174,13 @@ def _shifted_slices(padded, width: int):
     return [padded[:, w : w + time] for w in range(width)]
 
 
-def _outputs_before_activation(extended, kernel, same):
+def _outputs_before_activation(extended, kernel, same_document):
     """Returns the outputs [B, T, D] before the activation, for inputs `extended` [B, W - 1 + T,
     D].
     """
-    return sum(_masked_products_by_tap(_shifted_slices(extended, kernel.shape[0]), kernel, same))
+    return sum(
+        _masked_products_by_tap(_shifted_slices(extended, kernel.shape[0]), kernel, same_document)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -201,9 +203,9 @@ _differentiable_conv.defvjp(
 
 def _forward_in_xla(activation, before, x, kernel, ids):
     wide = jnp.promote_types(jnp.float32, x.dtype)
-    same = None if ids is None else _same_document_masks(ids, kernel.shape[0], wide)
+    same_document = None if ids is None else _same_document_masks(ids, kernel.shape[0], wide)
     z = _outputs_before_activation(
-        jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same
+        jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same_document
     )
     return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
 
@@ -226,9 +228,9 @@ def _input_and_kernel_gradients(activation, row_by_row, extended, kernel, ids, d
     """
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
     x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
-    same = None if ids is None else _same_document_masks(ids, width, wide)
+    same_document = None if ids is None else _same_document_masks(ids, width, wide)
     if activation == "silu":
-        z = _outputs_before_activation(x, weights, same)
+        z = _outputs_before_activation(x, weights, same_document)
         gate = jax.nn.sigmoid(z)
         dz *= gate * (1 + z * (1 - gate))
     time = dz.shape[1]
@@ -237,22 +239,28 @@ def _input_and_kernel_gradients(activation, row_by_row, extended, kernel, ids, d
     # activation's gradient would be computed W times. x gets no barrier here, because a barrier
     # would make XLA write a float32 copy of x to memory.
     padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
-    padded, same = jax.lax.optimization_barrier((padded, same))
+    padded, same_document = jax.lax.optimization_barrier((padded, same_document))
     dz = padded[:, width - 1 : width - 1 + time]
-    terms_of = lambda x, dz, same: _masked_products_by_tap(
-        _shifted_slices(x, width), [dz] * width, same
+    terms_of = lambda x, dz, same_document: _masked_products_by_tap(
+        _shifted_slices(x, width), [dz] * width, same_document
     )
-    terms = terms_of(x, dz, same)
+    terms = terms_of(x, dz, same_document)
     if row_by_row:  # one row of the batch at a time: the W sums stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
-        rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
+        rows = (
+            x[:, None],
+            dz[:, None],
+            None if same_document is None else same_document.swapaxes(0, 1)[:, :, None],
+        )
         add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)
         terms, _ = blocks.scan_or_call_once(add, [jnp.zeros_like(dz[:1])] * width, rows)
     dkernel = jnp.stack([jnp.sum(term, axis=range(term.ndim - 1)) for term in terms])
     # kernel[w] multiplies the input at index s of `extended` for the output at index s - w.
-    if same is not None:
-        same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
-    dx = sum(_masked_products_by_tap(_shifted_slices(padded, width)[::-1], weights, same))
+    if same_document is not None:
+        same_document = jnp.stack(
+            [jnp.pad(same_document[w], ((0, 0), (w, width - 1 - w))) for w in range(width)]
+        )
+    dx = sum(_masked_products_by_tap(_shifted_slices(padded, width)[::-1], weights, same_document))
     return dx.astype(extended.dtype), dkernel.astype(kernel.dtype)
 
 

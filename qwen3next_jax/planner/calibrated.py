@@ -198,32 +198,32 @@ def _rates_from_scaled_curves(
     name: str,
     link_share: float,
     collective_start: float,
-    network: str,
-    products: str,
-    steps: str,
+    network_source: str,
+    products_source: str,
+    steps_chip: str,
 ) -> ChipRates:
     """Returns the rates of a chip without a measured HBM curve of its own.
 
     Args:
-      network: where the link's rate and the start of a collective were measured.
-      products: where the seconds of products were measured; "": nowhere.
-      steps: the chip on which the start of a step of a kernel's grid was measured: this chip, or
-        the nearest chip with such a measurement.
+      network_source: where the link's rate and the start of a collective were measured.
+      products_source: where the seconds of products were measured; "": nowhere.
+      steps_chip: the chip on which the start of a step of a kernel's grid was measured: this chip,
+        or the nearest chip with such a measurement.
     """
     return ChipRates(
         product_curve=_V6E_PRODUCTS.scaled_to_peak(_relative_peak_rate("v6e", name, "products")),
         hbm_curve=_TPU7X_HBM.scaled_to_peak(_relative_peak_rate("tpu7x", name, "hbm")),
         reached_link_share=link_share,
         collective_start_seconds=collective_start,
-        grid_step_start_seconds=_STEP_STARTS[steps],
+        grid_step_start_seconds=_STEP_STARTS[steps_chip],
         host_bandwidth=CHIPS[name].host_bandwidth,
         rate_sources={
-            "products": products or _source_of_unmeasured_rate("product", "v6e"),
+            "products": products_source or _source_of_unmeasured_rate("product", "v6e"),
             "hbm": _source_of_unmeasured_rate("HBM curve", "tpu7x"),
-            "network": network,
+            "network": network_source,
             "steps": _STEPS
-            if steps == name
-            else f"no steps measured: those of the nearest, {steps}",
+            if steps_chip == name
+            else f"no steps measured: those of the nearest, {steps_chip}",
             "host": "the published peak (sharding/chips.py); no copy measured",
         },
     )
@@ -305,11 +305,11 @@ class CalibratedTimeline(Timeline):
         """
         while self.backlog:
             share = seconds / len(self.backlog)
-            used = min(share, *self.backlog.values())
-            seconds -= used * len(self.backlog)
-            left = {name: needed - used for name, needed in self.backlog.items()}
-            self.backlog = {name: needed for name, needed in left.items() if needed > 0}
-            if used == share:
+            seconds_each = min(share, *self.backlog.values())
+            seconds -= seconds_each * len(self.backlog)
+            remaining = {name: needed - seconds_each for name, needed in self.backlog.items()}
+            self.backlog = {name: needed for name, needed in remaining.items() if needed > 0}
+            if seconds_each == share:
                 return
 
     def start_link_transfer(
@@ -345,26 +345,28 @@ class CalibratedTimeline(Timeline):
         self.backlog[name] = seconds
         self._pending[name] = self.now, HBM, source
 
-    def rename_transfer(self, name: str, new: str) -> bool:
+    def rename_transfer(self, name: str, new_name: str) -> bool:
         if name in self._over:
-            self._over[new] = self._over.pop(name)
-        self.backlog = {new if key == name else key: left for key, left in self.backlog.items()}
-        return super().rename_transfer(name, new)
+            self._over[new_name] = self._over.pop(name)
+        self.backlog = {
+            new_name if key == name else key: left for key, left in self.backlog.items()
+        }
+        return super().rename_transfer(name, new_name)
 
     def finish_transfer(self, name: str) -> bool:
         if name not in self._pending:
             return False
         _, _, source = self._pending[name]
-        before = self.now
+        wait_start = self.now
         super().finish_transfer(name)
         self.spend_hbm_time_on_transfers(
-            self.now - before
+            self.now - wait_start
         )  # while it waited for the network, HBM was free
         if name in self.backlog:
-            own = self.backlog.pop(name)
+            copy_seconds = self.backlog.pop(name)
             # while this one ends, each of the others gets as much, or all that it needs
-            left = own + sum(min(own, other) for other in self.backlog.values())
-            self.spend_hbm_time_on_transfers(left - own)
+            left = copy_seconds + sum(min(copy_seconds, other) for other in self.backlog.values())
+            self.spend_hbm_time_on_transfers(left - copy_seconds)
             self.spend_on_resource(left, HBM, source)
         return True
 
@@ -379,7 +381,7 @@ class CalibratedSimulation(Simulation):
         chip: Chip,
         schedules: Mapping[str, Schedule],
         cost_model: str,
-        source: Callable[[Instruction], str],
+        source_of: Callable[[Instruction], str],
         skew: float = 0.0,
     ):
         self.rates, self.skew = rates_of_chip(chip), skew
@@ -391,7 +393,7 @@ class CalibratedSimulation(Simulation):
         )
         network = copy.copy(network)
         network.chip = measured
-        super().__init__(program, network, measured, schedules, cost_model, source)
+        super().__init__(program, network, measured, schedules, cost_model, source_of)
 
     def _new_timeline(self) -> CalibratedTimeline:
         return CalibratedTimeline()
@@ -399,8 +401,8 @@ class CalibratedSimulation(Simulation):
     def _product_seconds(self, flops: float) -> float:
         return self.rates.product_curve.seconds(flops)
 
-    def _hbm_seconds(self, moved: float) -> float:
-        return self.rates.hbm_curve.seconds(moved)
+    def _hbm_seconds(self, moved_bytes: float) -> float:
+        return self.rates.hbm_curve.seconds(moved_bytes)
 
     def _collective_resource_and_seconds(
         self, computation: Computation, instruction: Instruction
@@ -425,10 +427,10 @@ class CalibratedSimulation(Simulation):
         if not instruction.opcode.endswith("-start"):
             timeline.finish_transfer(name)
 
-    def _long_transfer_seconds(self, moved: float) -> float:
+    def _long_transfer_seconds(self, moved_bytes: float) -> float:
         """Returns the seconds of a long transfer through HBM, without the start of a kernel."""
         size, seconds = self.rates.hbm_curve.size_and_seconds_points[-1]
-        return moved * seconds / size
+        return moved_bytes * seconds / size
 
     def _start_async_call(
         self,
@@ -458,7 +460,7 @@ class CalibratedSimulation(Simulation):
         timeline: CalibratedTimeline,
         computation: Computation,
         instruction: Instruction,
-        moved: float,
+        moved_bytes: float,
         source: str,
     ) -> None:
         if of_host := host_transfer_bytes(computation, instruction):
@@ -471,9 +473,11 @@ class CalibratedSimulation(Simulation):
             timeline.start_transfer(
                 instruction.name, seconds, f"copies {direction} the host", source
             )
-            timeline.backlog[instruction.name] = self._long_transfer_seconds(moved)
+            timeline.backlog[instruction.name] = self._long_transfer_seconds(moved_bytes)
         else:
-            timeline.start_hbm_copy(instruction.name, self._long_transfer_seconds(moved), source)
+            timeline.start_hbm_copy(
+                instruction.name, self._long_transfer_seconds(moved_bytes), source
+            )
 
     def _loop_trips(self, computation: Computation, loop: Instruction) -> float:
         load = self.load
@@ -614,14 +618,16 @@ def torus_dimensions_of_axes(network: Network, axes: Sequence[str]) -> tuple[int
     return tuple(int(d) for d in np.flatnonzero(np.ptp(places, axis=0)))
 
 
-def busiest_link_seconds(network: Network, seconds: Mapping[tuple[str, ...], float]) -> float:
+def busiest_link_seconds(
+    network: Network, seconds_by_axes: Mapping[tuple[str, ...], float]
+) -> float:
     """Returns the seconds for which the busiest links are needed.
 
     Args:
-      seconds: {mesh axes: seconds of all collectives over them}.
+      seconds_by_axes: {mesh axes: seconds of all collectives over them}.
     """
     busy = [0.0] * len(network.shape)
-    for axes, needed in seconds.items():
+    for axes, needed in seconds_by_axes.items():
         for d in torus_dimensions_of_axes(network, axes):
             busy[d] += needed
-    return max(*busy, *seconds.values(), 0.0)
+    return max(*busy, *seconds_by_axes.values(), 0.0)

@@ -150,17 +150,17 @@ def num_slices(mesh: jax.sharding.Mesh) -> int:
     return len({slice_number(device) for device in mesh.devices.flat})
 
 
-def _sent_bytes_factor(kind: str, group: int) -> float:
-    """Returns the bytes that leave each of `group` devices in a collective, as a multiple of the
-    bytes of the collective's operands (see `Collective.sent_bytes`).
+def _sent_bytes_factor(kind: str, group_size: int) -> float:
+    """Returns the bytes that leave each of `group_size` devices in a collective, as a multiple of
+    the bytes of the collective's operands (see `Collective.sent_bytes`).
     """
     shares = {
-        "all-gather": group - 1,
-        "all-reduce": 2 * (group - 1) / group,
+        "all-gather": group_size - 1,
+        "all-reduce": 2 * (group_size - 1) / group_size,
         "collective-broadcast": 1,
         "collective-permute": 1,
     }
-    return shares.get(kind, (group - 1) / group)
+    return shares.get(kind, (group_size - 1) / group_size)
 
 
 def fused_collective(
@@ -487,7 +487,7 @@ def kernel_hbm_bytes(computation: Computation, instruction: Instruction) -> floa
         return 0.0
     arrays = _attention_operand_shapes(computation, instruction)
     kept, read = (arrays[0], arrays[1]) if splash.group(1) != "dkv" else (arrays[1], arrays[0])
-    # Every head of the queries goes through all keys by itself.
+    # Query heads that share a key head read its keys separately.
     heads = math.prod(arrays[0].dims[:-2])
     visits = _attention_block_count(kept) * visited_grid_step_share(computation, instruction)
     again = 2 * heads * visits * (read.bytes / math.prod(read.dims[:-2]))
@@ -708,12 +708,14 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
     """
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
-    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    persistent = (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    )
     activations, gradients = _scan_stacked_bytes(program)
-    temporary = _temporary_bytes(stats, kept)
+    temporary = _temporary_bytes(stats, persistent)
     gradients = min(gradients, temporary)
     activations = min(activations, temporary - gradients)
-    other = kept - parameters - optimizer + stats.generated_code_size_in_bytes
+    other = persistent - parameters - optimizer + stats.generated_code_size_in_bytes
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
@@ -721,7 +723,7 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
         activations=activations,
         temporaries=temporary - gradients - activations,
         other=other,
-        peak=kept + temporary + stats.generated_code_size_in_bytes,
+        peak=persistent + temporary + stats.generated_code_size_in_bytes,
     )
 
 

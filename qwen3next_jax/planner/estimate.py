@@ -20,7 +20,7 @@ def estimate_time(
     shape: tuple[int, ...],
     schedules: Mapping[str, Schedule] | None = None,
     cost_model: str = "schedule",
-    source: Callable[[Instruction], str] | None = None,
+    source_of: Callable[[Instruction], str] | None = None,
     skew: float = 0.0,
 ) -> Estimate:
     """Predicts the time of a program.
@@ -32,8 +32,8 @@ def estimate_time(
       shape: number of chips along each dimension of the slice.
       schedules: name of an instruction → its schedule; None means that there are no schedules.
       cost_model: one of COST_MODELS; see `roofline` and `calibrated`.
-      source: function that returns the key of `Estimate.cost_by_function` to which an instruction
-        belongs; None means `program.source_function`.
+      source_of: function that returns the key of `Estimate.cost_by_function` to which an
+        instruction belongs; None means `program.source_function`.
       skew: σ of the experts' popularity (`expert_load`), which "calibrated" takes into account.
     """
     arguments = (
@@ -42,7 +42,7 @@ def estimate_time(
         chip,
         schedules or {},
         cost_model,
-        source or program.source_function,
+        source_of or program.source_function,
     )
     if cost_model == "calibrated":
         simulation = CalibratedSimulation(*arguments, skew)

@@ -71,8 +71,8 @@ def _parse_kernel_call(computation: Computation, kernel: Instruction) -> Grouped
     operands = [shape for name in kernel.operands for shape in computation[name].shapes]
     arrays = [shape.dims for shape in operands if shape.dtype[0] not in "su"]
     out = kernel.shapes[0].dims
-    of_matrices = len(out) == 3
-    if of_matrices:
+    computes_matrix_gradients = len(out) == 3
+    if computes_matrix_gradients:
         groups, width, columns = out
         rows = math.prod(arrays[0]) // width
     else:
@@ -84,6 +84,6 @@ def _parse_kernel_call(computation: Computation, kernel: Instruction) -> Grouped
         tile_visits=-(-rows // tile[0]) + groups - 1,
         tile_counts_width_columns=(-(-width // tile[1]), -(-columns // tile[2])),
         group_count=groups,
-        computes_matrix_gradients=of_matrices,
+        computes_matrix_gradients=computes_matrix_gradients,
         schedule_is_one_step=bool(by_xla),
     )

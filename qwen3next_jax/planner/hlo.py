@@ -494,7 +494,9 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
     count.
     """
     left, right, out = instruction.attribute("dim_labels").replace("->", "_").split("_")
-    base, kernel = (computation[name].shapes[0].dims for name in instruction.operands[:2])
+    input_dims, kernel_dims = (
+        computation[name].shapes[0].dims for name in instruction.operands[:2]
+    )
     result = instruction.shapes[0].dims
     window = dict(part.split("=") for part in instruction.attribute("window").strip("{}").split())
     spatial = [c for c in left if c.isdigit()]
@@ -504,28 +506,29 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
         def of(name, default, axis=axis):
             return window[name].split("x")[axis] if name in window else default
 
-        low = int(of("pad", "0_0").split("_")[0])
+        low_padding = int(of("pad", "0_0").split("_")[0])
         pairs *= _position_pairs_without_padding(
-            base[left.index(label)],
-            kernel[right.index(label)],
+            input_dims[left.index(label)],
+            kernel_dims[right.index(label)],
             result[out.index(label)],
             stride=int(of("stride", "1")),
-            low=low,
-            base_dilation=int(of("lhs_dilate", "1")),
+            low_padding=low_padding,
+            input_dilation=int(of("lhs_dilate", "1")),
             kernel_dilation=int(of("rhs_dilate", "1")),
         )
-    return 2.0 * result[out.index("b")] * result[out.index("f")] * kernel[right.index("i")] * pairs
+    channel_pairs = result[out.index("f")] * kernel_dims[right.index("i")]
+    return 2.0 * result[out.index("b")] * channel_pairs * pairs
 
 
 @functools.cache
 def _position_pairs_without_padding(
-    base: int,
-    kernel: int,
-    out: int,
+    input_size: int,
+    kernel_size: int,
+    output_size: int,
     *,
     stride: int,
-    low: int,
-    base_dilation: int,
+    low_padding: int,
+    input_dilation: int,
     kernel_dilation: int,
 ) -> int:
     """Returns how many pairs (output position, kernel position) along one dimension of a
@@ -534,13 +537,21 @@ def _position_pairs_without_padding(
     and dilation, there is one pair per element.
 
     Args:
-      base, kernel, out: sizes of the input, the kernel and the output.
+      input_size, kernel_size, output_size: sizes of the input, the kernel and the output.
       stride: distance between the windows of neighbouring outputs.
-      low: amount of padding before the input.
-      base_dilation, kernel_dilation: distance between neighbouring elements of the input and of the
-        kernel; 1 without dilation.
+      low_padding: amount of padding before the input.
+      input_dilation, kernel_dilation: distance between neighbouring elements of the input and of
+        the kernel; 1 without dilation.
     """
-    place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation
+    read_position = (
+        np.arange(output_size)[:, None] * stride
+        - low_padding
+        + np.arange(kernel_size) * kernel_dilation
+    )
     return int(
-        np.sum((place >= 0) & (place <= (base - 1) * base_dilation) & (place % base_dilation == 0))
+        np.sum(
+            (read_position >= 0)
+            & (read_position <= (input_size - 1) * input_dilation)
+            & (read_position % input_dilation == 0)
+        )
     )

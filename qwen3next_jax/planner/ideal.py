@@ -72,21 +72,21 @@ class IdealTime(NamedTuple):
 
 
 def ideal_time(
-    m: ModelConfig,
+    model: ModelConfig,
     train: TrainConfig,
     topology: Topology,
     mesh: jax.sharding.Mesh,
     parallel: ParallelConfig = ParallelConfig(),
 ) -> IdealTime:
-    """Returns the lower bounds for a train step of the model `m` on `mesh`, with the batch size and
-    the micro-batches of `train`. `parallel` says what slices exchange.
+    """Returns the lower bounds for a train step of `model` on `mesh`, with the batch size
+    and the micro-batches of `train`. `parallel` says what slices exchange.
     """
     chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]
     passes = train.gradient_accumulation
     products = {
         name: (1 + BACKWARD_OVER_FORWARD) * flops * tokens / mesh.shape[TENSOR] / chip.device_flops
-        for name, flops in forward_flops_per_token(m, train.sequence_length).items()
+        for name, flops in forward_flops_per_token(model, train.sequence_length).items()
     }
     compute = sum(products.values())
     network, bound = Network(mesh, chip, topology.shape), {COMPUTE: compute}
@@ -99,7 +99,7 @@ def ideal_time(
     # `stored` is the number of parameters in one device's shards; `used` is the number that the
     # device has after gathering them.
     used = stored = 0.0
-    for parameter in parameter_declarations(m).values():
+    for parameter in parameter_declarations(model).values():
         shape = parameter.stack_shape + parameter.shape
         storage, use = storage_spec(parameter, shape, mesh), compute_spec(parameter, shape, mesh)
         size = math.prod(jax.sharding.NamedSharding(mesh, storage).shard_shape(shape))
@@ -110,10 +110,10 @@ def ideal_time(
                 add_collective(axis, "all-gather", passes * 3 * 2.0 * size * (n - 1))
                 size *= n
         used += size
-    layers, hidden = m.num_hidden_layers + m.mtp_depth, 2.0 * tokens * m.hidden_size
-    if m.has_experts and mesh.shape[EXPERT] > 1:
+    layers, hidden = model.num_hidden_layers + model.mtp_depth, 2.0 * tokens * model.hidden_size
+    if model.has_experts and mesh.shape[EXPERT] > 1:
         add_collective(
-            EXPERT, *_expert_exchange_collective(m, mesh.shape[EXPERT], 4 * layers * hidden)
+            EXPERT, *_expert_exchange_collective(model, mesh.shape[EXPERT], 4 * layers * hidden)
         )
     if (n := mesh.shape[TENSOR]) > 1:
         add_collective(TENSOR, "all-reduce", 4 * layers * hidden * 2 * (n - 1) / n)
@@ -124,7 +124,7 @@ def ideal_time(
     moved = (
         6 * 2 * used * passes
         + 7 * 4 * stored
-        + 4 * layers * tokens * intermediate_bytes_per_token(m) / mesh.shape[TENSOR]
+        + 4 * layers * tokens * intermediate_bytes_per_token(model) / mesh.shape[TENSOR]
     )
     bound[HBM] = moved * chip.devices_per_chip / chip.hbm_bandwidth
     over = {
@@ -147,33 +147,35 @@ def ideal_time(
     return IdealTime(max(bound.values()), realistic, bound)
 
 
-def _expert_exchange_collective(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:
+def _expert_exchange_collective(model: ModelConfig, shards: int, size: float) -> tuple[str, float]:
     """Returns the kind of collective that carries a device's hidden vectors, `size` bytes, to the
     shards of the axis `expert`, and the bytes that leave the device.
     """
     if shards <= GATHERED_SHARDS:
         return "all-gather", size * (shards - 1)
     # the expected number of other shards that hold one of a token's experts
-    experts, chosen = m.num_experts, m.num_experts_per_tok
+    experts, chosen = model.num_experts, model.num_experts_per_tok
     missed = math.comb(experts - experts // shards, chosen) / math.comb(experts, chosen)
     return "all-to-all", size * (shards * (1 - missed) * (shards - 1) / shards)
 
 
-def intermediate_bytes_per_token(m: ModelConfig, experts: bool = True) -> float:
+def intermediate_bytes_per_token(model: ModelConfig, experts: bool = True) -> float:
     """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer. The
     intermediate values are the operands of all matrix products.
 
     Args:
-      m: the model.
+      model: the model.
       experts: whether to count the operands of the MLP, or of the experts that replace the MLP.
     """
     mixer = 3 * (
-        m.linear_num_key_heads * m.linear_key_head_dim
-        + m.linear_num_value_heads * m.linear_value_head_dim
+        model.linear_num_key_heads * model.linear_key_head_dim
+        + model.linear_num_value_heads * model.linear_value_head_dim
     )
     mlp = 0
     if experts:
-        mlp = 3 * m.intermediate_size
-        if m.num_experts:
-            mlp = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.moe_intermediate_size)
-    return 2 * (4 * m.hidden_size + 2 * mixer + mlp)
+        mlp = 3 * model.intermediate_size
+        if model.num_experts:
+            mlp = model.num_experts_per_tok * (
+                2 * model.hidden_size + 3 * model.moe_intermediate_size
+            )
+    return 2 * (4 * model.hidden_size + 2 * mixer + mlp)

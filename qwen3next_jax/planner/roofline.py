@@ -167,11 +167,11 @@ class Timeline:
         self._free[resource] = max(self.now, self._free[resource]) + seconds
         self._pending[name] = self._free[resource], resource, source
 
-    def rename_transfer(self, name: str, new: str) -> bool:
-        """Renames the transfer that `name` started to `new`. Returns whether there is one."""
+    def rename_transfer(self, name: str, new_name: str) -> bool:
+        """Renames the transfer that `name` started to `new_name`. Returns whether there is one."""
         if name not in self._pending:
             return False
-        self._pending[new] = self._pending.pop(name)
+        self._pending[new_name] = self._pending.pop(name)
         return True
 
     def finish_transfer(self, name: str) -> bool:
@@ -193,10 +193,10 @@ class Simulation:
         chip: Chip,
         schedules: Mapping[str, Schedule],
         cost_model: str,
-        source: Callable[[Instruction], str],
+        source_of: Callable[[Instruction], str],
     ):
         self.program, self.network, self.chip = program, network, chip
-        self.schedules, self.cost_model, self.source = schedules, cost_model, source
+        self.schedules, self.cost_model, self.source_of = schedules, cost_model, source_of
         self.peak, self.bandwidth = chip.device_flops, chip.hbm_bandwidth / chip.devices_per_chip
         self._done: dict[str, tuple[float, ComputationCosts]] = {}
 
@@ -216,7 +216,7 @@ class Simulation:
         self, timeline: Timeline, computation: Computation, instruction: Instruction
     ) -> None:
         """Adds one run of an instruction to the timeline."""
-        op, name, source = instruction.opcode, instruction.name, self.source(instruction)
+        op, name, source = instruction.opcode, instruction.name, self.source_of(instruction)
         if op == "recv-done":
             received = parse_slice_transfer(computation[instruction.operands[0]])
             if received and timeline.finish_transfer(received.rendezvous_name):
@@ -298,11 +298,11 @@ class Simulation:
         timeline: Timeline,
         computation: Computation,
         instruction: Instruction,
-        moved: float,
+        moved_bytes: float,
         source: str,
     ) -> None:
-        """Starts a copy that moves `moved` bytes through HBM."""
-        timeline.start_transfer(instruction.name, moved / self.bandwidth, HBM, source)
+        """Starts a copy that moves `moved_bytes` through HBM."""
+        timeline.start_transfer(instruction.name, moved_bytes / self.bandwidth, HBM, source)
 
     def _run_synchronously(
         self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
@@ -353,9 +353,9 @@ class Simulation:
         """Returns the seconds of the matrix products of one instruction."""
         return flops / self.peak
 
-    def _hbm_seconds(self, moved: float) -> float:
-        """Returns the seconds in which one instruction moves `moved` bytes through HBM."""
-        return moved / self.bandwidth
+    def _hbm_seconds(self, moved_bytes: float) -> float:
+        """Returns the seconds in which one instruction moves `moved_bytes` through HBM."""
+        return moved_bytes / self.bandwidth
 
     def _collective_resource_and_seconds(
         self, computation: Computation, instruction: Instruction

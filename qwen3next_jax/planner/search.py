@@ -127,7 +127,7 @@ def rank_candidates(
     train: TrainConfig,
     topology: Topology,
     fixed: Mapping[str, int] | None = None,
-    rows: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
     parallel: ParallelConfig = ParallelConfig(),
     optimizer: OptimizerConfig = OptimizerConfig(),
 ) -> list[Candidate]:
@@ -146,19 +146,19 @@ def rank_candidates(
         fixed.
       parallel: what slices exchange, and whether they share the optimizer's state; its mesh is
         ignored.
-      rows: batch sizes to choose from; () means the batch size of `train`.
+      batch_sizes: batch sizes to choose from; () means the batch size of `train`.
       optimizer: the optimizer, whose state takes memory.
     """
     found = []
-    for batch in rows or (train.batch_size,):
-        of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
-        for mesh in _possible_meshes(model, of_batch, topology, fixed or {}):
+    for batch in batch_sizes or (train.batch_size,):
+        train_of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
+        for mesh in _possible_meshes(model, train_of_batch, topology, fixed or {}):
             tried = []
             for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % micro_batches:
                     continue
                 settings = dataclasses.replace(
-                    of_batch, remat=remat, gradient_accumulation=micro_batches
+                    train_of_batch, remat=remat, gradient_accumulation=micro_batches
                 )
                 estimate = _estimate_candidate(model, settings, mesh, topology, parallel, optimizer)
                 tried.append(Candidate(settings, mesh, *estimate))
@@ -197,12 +197,12 @@ def _possible_meshes(
     slices = fixed.get("slice") or topology.slices
     devices = len(topology.devices) // slices
     powers = [2**i for i in range(devices.bit_length())]
-    needed = max(
+    shards_needed = max(
         -(-train.sequence_length // LONG_ROWS), -(-len(topology.devices) // train.batch_size)
     )
     largest = MeshConfig(
         expert=max(model.num_experts, 1),
-        context=2 * needed - 1,
+        context=2 * shards_needed - 1,
         tensor=model.num_attention_heads,
     )
     sizes = [
@@ -214,8 +214,8 @@ def _possible_meshes(
         for rest in itertools.product(*sizes)
         if devices % math.prod(rest) == 0
     ]
-    wanted = {**fixed, "slice": slices}.items()
-    return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= wanted]
+    fixed_sizes = {**fixed, "slice": slices}.items()
+    return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= fixed_sizes]
 
 
 def _estimate_candidate(
@@ -251,7 +251,7 @@ def _estimate_candidate(
 
 
 def estimated_hbm_bytes(
-    m: ModelConfig,
+    model: ModelConfig,
     train: TrainConfig,
     mesh: MeshConfig,
     parallel: ParallelConfig = ParallelConfig(),
@@ -265,26 +265,28 @@ def estimated_hbm_bytes(
     activations of one layer.
     """
     tokens = _micro_batch_tokens(train, mesh)
-    in_moments, in_update = _optimizer_bytes_per_parameter(m, optimizer)
+    in_moments, in_update = _optimizer_bytes_per_parameter(model, optimizer)
     # The parameter, the optimizer's moments, the gradient, and, with several
     # micro-batches, the sum of the gradients.
     moments = in_moments / (mesh.slice if parallel.slice_state == "sharded" else 1)
     sum_of_gradients = 4 if train.gradient_accumulation > 1 else 0
-    state = (8 + moments + sum_of_gradients) * _stored_parameters(m, mesh)
+    state = (8 + moments + sum_of_gradients) * _stored_parameters(model, mesh)
     # Two copies in float32 that are split over the axis `tensor`, and two copies in bfloat16 that
     # are not split.
-    embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
-    saved = 0.0 if train.remat == "offload" else _saved_activation_bytes(m, train, mesh)
-    weights = 2 * _gathered_parameters(m, mesh) / m.num_hidden_layers * len(m.layer_stacks)
-    one_pass = (
-        saved + embedding_and_head + 3 * weights + 2 * intermediate_bytes_per_token(m) * tokens
+    embedding_and_head = model.vocab_size * model.hidden_size * (8 / mesh.tensor + 4)
+    saved = 0.0 if train.remat == "offload" else _saved_activation_bytes(model, train, mesh)
+    weights = (
+        2 * _gathered_parameters(model, mesh) / model.num_hidden_layers * len(model.layer_stacks)
     )
-    return state + max(one_pass, in_update * _stored_parameters(m, mesh))
+    one_pass = (
+        saved + embedding_and_head + 3 * weights + 2 * intermediate_bytes_per_token(model) * tokens
+    )
+    return state + max(one_pass, in_update * _stored_parameters(model, mesh))
 
 
 @functools.cache
 def _optimizer_bytes_per_parameter(
-    m: ModelConfig, optimizer: OptimizerConfig
+    model: ModelConfig, optimizer: OptimizerConfig
 ) -> tuple[float, float]:
     """Returns two averages over the model, in bytes per parameter: the bytes that an optimizer
     keeps (its moments), and the temporary bytes of its update. AdamW has two moments: the mean of
@@ -294,41 +296,43 @@ def _optimizer_bytes_per_parameter(
     mean = 2.0 if optimizer.mean_dtype == "bfloat16" else 4.0
     if optimizer.name != "muon":
         return 4.0 + mean, 0.0
-    matrices = sum(p.size for p in parameter_declarations(m).values() if p.kind == "matrix")
-    share = matrices / _counts(m).total
+    matrices = sum(p.size for p in parameter_declarations(model).values() if p.kind == "matrix")
+    share = matrices / _counts(model).total
     return mean + 4.0 * (1 - share), 4.0 * MUON_COPIES * share
 
 
-def _saved_activation_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
+def _saved_activation_bytes(model: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     """Returns the bytes that the layers save for the backward pass, in HBM or in the host's
     memory.
     """
     remat = train.remat
     operands = intermediate_bytes_per_token(
-        m, experts=False
+        model, experts=False
     )  # of a token in one layer, without its MLP
     # The gathered rows are saved only if the experts gather all rows at once.
-    rows = 2 * m.hidden_size * mesh.expert * _gathers_all_rows_at_once(m, train, mesh)
+    rows = 2 * model.hidden_size * mesh.expert * _gathers_all_rows_at_once(model, train, mesh)
     # Gate and up of every row for which the experts have room.
-    width = 2 * m.moe_intermediate_size * m.num_experts_per_tok if m.has_experts else 0
+    width = 2 * model.moe_intermediate_size * model.num_experts_per_tok if model.has_experts else 0
     hidden = 2 * width * CAPACITY_FACTOR / mesh.tensor
-    attention_layers = sum("attention" in name for name in m.mixers)
-    attention = 2 * m.num_attention_heads * m.head_dim * attention_layers / m.num_hidden_layers
+    attention_layers = sum("attention" in name for name in model.mixers)
+    attention = (
+        2 * model.num_attention_heads * model.head_dim * attention_layers / model.num_hidden_layers
+    )
     per_token = {
         "none": operands + rows + hidden,
         "dots keep=experts": operands / 2 + rows + hidden,
         "dots": operands / 2 + rows,
-        "block": 2 * m.hidden_size + attention,
-        "keep=router": 2 * m.hidden_size,  # what the router saves is some percent of that
-        "offload": 2 * m.hidden_size,
+        "block": 2 * model.hidden_size + attention,
+        "keep=router": 2 * model.hidden_size,  # what the router saves is some percent of that
+        "offload": 2 * model.hidden_size,
     }[remat]
     weights = (
-        2 * _gathered_parameters(m, mesh) if remat == "none" and _device_count(mesh) > 1 else 0
+        2 * _gathered_parameters(model, mesh) if remat == "none" and _device_count(mesh) > 1 else 0
     )
-    return per_token * m.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
+    return per_token * model.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
 
 
-def _gathers_all_rows_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
+def _gathers_all_rows_at_once(model: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
     """Returns whether each device gathers the rows of all shards of the axis `expert` at once, not
     in chunks. A remat policy can save the gathered rows only if the result is True. Returns False
     if there is nothing to gather.
@@ -336,14 +340,14 @@ def _gathers_all_rows_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConf
     n = mesh.expert
     tokens = int(_micro_batch_tokens(train, mesh))
     return (
-        m.has_experts
+        model.has_experts
         and 1 < n <= GATHERED_SHARDS
-        and overlap_chunk_count(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
+        and overlap_chunk_count(tokens, model.num_experts_per_tok, model.num_experts // n) == 1
     )
 
 
 def estimated_step_seconds(
-    m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
+    model: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
     """Returns the estimated seconds of a step. The estimate is the sum of three times: the time of
     the matrix products at realistic rates, the time of writing and reading the saved activations
@@ -356,7 +360,7 @@ def estimated_step_seconds(
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)
     micro_batches = train.gradient_accumulation
-    flops = _flops(m, train.sequence_length)
+    flops = _flops(model, train.sequence_length)
     grouped, heads = flops.get("experts", 0.0), flops["head"]
     dense = sum(flops.values()) - grouped
     # With several micro-batches, the step begins with one more forward pass, which counts the
@@ -364,10 +368,10 @@ def estimated_step_seconds(
     passes = 4 if micro_batches > 1 else 3
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
-    of_experts = passes + (0 if keeps_expert_hidden(train.remat) else EXPERTS_RECOMPUTED)
-    products += grouped * of_experts / GROUPED_EFFICIENCY
+    expert_passes = passes + (0 if keeps_expert_hidden(train.remat) else EXPERTS_RECOMPUTED)
+    products += grouped * expert_passes / GROUPED_EFFICIENCY
     compute = products * tokens * micro_batches / mesh.tensor / chip.device_flops
-    saved = micro_batches * _saved_activation_bytes(m, train, mesh)
+    saved = micro_batches * _saved_activation_bytes(model, train, mesh)
     hbm = STACK_MOVES * saved / (chip.hbm_bandwidth / chip.devices_per_chip)
     if train.remat == "offload":
         hbm += saved / rates_of_chip(chip).host_bandwidth
@@ -379,13 +383,13 @@ def estimated_step_seconds(
     weights = 0.0
     if max(mesh.data, mesh.context, mesh.expert) > 1:
         passes_over_weights = 2 if train.remat == "none" else 3
-        weights = micro_batches * 2 * _gathered_parameters(m, mesh) * passes_over_weights
-    layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
+        weights = micro_batches * 2 * _gathered_parameters(model, mesh) * passes_over_weights
+    layers, hidden = model.num_hidden_layers, 2 * model.hidden_size * tokens * micro_batches
     saves_rows = train.remat in ("none", "dots", "dots keep=experts") and _gathers_all_rows_at_once(
-        m, train, mesh
+        model, train, mesh
     )
     exchanges = 4 if saves_rows else 5
-    experts = exchanges * layers * hidden * (mesh.expert - 1) if m.has_experts else 0
+    experts = exchanges * layers * hidden * (mesh.expert - 1) if model.has_experts else 0
     tensor = 8 * layers * hidden * (mesh.tensor - 1) / mesh.tensor
     # A weight is gathered over several axes, the longest last, which sends the most.
     longest = max(("data", "context", "expert"), key=lambda axis: getattr(mesh, axis))
@@ -413,9 +417,9 @@ def _device_count(mesh: MeshConfig) -> int:
     return math.prod(dataclasses.astuple(mesh))
 
 
-def _stored_parameters(m: ModelConfig, mesh: MeshConfig) -> float:
+def _stored_parameters(model: ModelConfig, mesh: MeshConfig) -> float:
     """Returns the number of parameters that one device stores."""
-    return _counts(m).total / (_device_count(mesh) / mesh.slice)
+    return _counts(model).total / (_device_count(mesh) / mesh.slice)
 
 
 def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
@@ -428,15 +432,15 @@ def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
     )
 
 
-def _gathered_parameters(m: ModelConfig, mesh: MeshConfig) -> float:
+def _gathered_parameters(model: ModelConfig, mesh: MeshConfig) -> float:
     """Returns the number of parameters that one device gathers in a pass. The experts stay split
     over the axis `expert`, and all parameters stay split over the axis `tensor`.
     """
-    experts = _expert_parameters(m)
-    return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor
+    experts = _expert_parameters(model)
+    return (_counts(model).total - experts + experts / mesh.expert) / mesh.tensor
 
 
 @functools.cache
-def _expert_parameters(m: ModelConfig) -> int:
+def _expert_parameters(model: ModelConfig) -> int:
     """Returns the number of parameters of all routed experts."""
-    return sum(p.size for p in parameter_declarations(m).values() if p.num_experts > 1)
+    return sum(p.size for p in parameter_declarations(model).values() if p.num_experts > 1)

@@ -100,14 +100,14 @@ def _failure_reason(code: int, text: str) -> str:
     return f"the planner crashed: {last[:300]}"
 
 
-def _make_plan_for_parent(planner: int, fd: int, dump_folder: str) -> None:
+def _make_plan_for_parent(planner_pid: int, fd: int, dump_folder: str) -> None:
     """Runs in the new process: reads the configuration, the name of the topology, the number of its
     slices, the optimization level and the skew from standard input, and writes the plan, or a
     UserError, to the open file `fd`.
 
-    The process ends when the process with the id `planner` ends, for whatever reason.
+    The process ends when the process with the id `planner_pid` ends, for whatever reason.
     """
-    die_with_parent(planner, signal.SIGKILL)
+    die_with_parent(planner_pid, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")
     # JAX can write programs for described devices to its compilation cache, but cannot read them.
     jax.config.update("jax_enable_compilation_cache", False)

@@ -140,11 +140,12 @@ def _known_grids_text(chip: str) -> str:
     """
     if chip in KNOWN:
         return f"{chip}: {KNOWN[chip]}"
-    of_gpus = "HOSTSxGPUS, such as 1x8, 16x8"
+    gpu_grids = "HOSTSxGPUS, such as 1x8, 16x8"
     if chip in GPUS:
-        return f"{chip}: {of_gpus}"
+        return f"{chip}: {gpu_grids}"
     return (
-        "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items()) + f"; {', '.join(GPUS)}: {of_gpus}"
+        "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items())
+        + f"; {', '.join(GPUS)}: {gpu_grids}"
     )
 
 

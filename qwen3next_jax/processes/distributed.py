@@ -213,7 +213,7 @@ def _exit_unreachable(launch: Launch, seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    # The main thread waits inside the runtime, where no exception can reach it.
+    # The main thread waits inside JAX's distributed runtime, where no exception can reach it.
     os._exit(ExitCode.UNREACHABLE)
 
 
@@ -362,11 +362,11 @@ class StopVote:
             jnp.any, out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         )
 
-    def cast(self, stop: bool) -> jax.Array | bool:
+    def cast(self, wants_stop: bool) -> jax.Array | bool:
         """Casts the vote of this process. Every process must call `cast` once per step. `bool()` of
         the result says whether any process voted to stop.
         """
-        return self._any(self._votes[stop]) if jax.process_count() > 1 else stop
+        return self._any(self._votes[wants_stop]) if jax.process_count() > 1 else wants_stop
 
 
 def _code_and_library_versions() -> dict[str, str]:

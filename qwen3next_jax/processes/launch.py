@@ -86,9 +86,11 @@ def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
         or "," in (hosts or "")
     ):
         return Launch(GKE)
-    wanted = environment.get("JAX_PLATFORMS", "")
+    platforms = environment.get("JAX_PLATFORMS", "")
     return (
-        Launch(TPU_VM) if hosts is None and tpu_chips and (not wanted or "tpu" in wanted) else None
+        Launch(TPU_VM)
+        if hosts is None and tpu_chips and (not platforms or "tpu" in platforms)
+        else None
     )
 
 
@@ -98,8 +100,8 @@ def _from_flags(coordinator: str | None, processes: int | None, process: int | N
     Raises:
       UserError: a flag is missing or has a wrong value.
     """
-    given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
-    if missing := [name for name, value in given.items() if value is None]:
+    values = {"--coordinator": coordinator, "--processes": processes, "--process": process}
+    if missing := [name for name, value in values.items() if value is None]:
         raise UserError(
             f"{' and '.join(missing)} missing: expected --coordinator=HOST:PORT of process 0, "
             "--processes=N and --process=0 … N-1 together"
@@ -160,11 +162,11 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
     processes = _integer_variable(environment, "SLURM_STEP_NUM_TASKS", 1)
     if processes == 1:
         return None
-    process, local = (
+    process, local_id = (
         _integer_variable(environment, "SLURM_PROCID"),
         _integer_variable(environment, "SLURM_LOCALID"),
     )
-    here = tasks_on_node(
+    tasks_here = tasks_on_node(
         _required_variable(environment, "SLURM_STEP_TASKS_PER_NODE"),
         _integer_variable(environment, "SLURM_NODEID"),
     )
@@ -176,7 +178,9 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
         address = f"{first_node(_required_variable(environment, 'SLURM_STEP_NODELIST'))}:{port}"
     else:
         address = _checked_coordinator(coordinator)
-    return Launch("SLURM", address, processes, process, gpus_of_process(environment, local, here))
+    return Launch(
+        "SLURM", address, processes, process, gpus_of_process(environment, local_id, tasks_here)
+    )
 
 
 def first_node(nodes: str) -> str:

@@ -163,17 +163,17 @@ class _ChildProcess:
             self._process.send_signal(number)
 
 
-def _retry_until_storage_answers(question: Callable[[], Any], stop: threading.Event) -> Any:
-    """Returns `question()`, which reads files of the run. If the bucket does not answer, the
-    function calls `question` again after LONGEST_PAUSE seconds, at most MAX_FRUITLESS_STARTS times
-    in all, unless `stop` is set.
+def _retry_until_storage_answers(read: Callable[[], Any], stop: threading.Event) -> Any:
+    """Returns `read()`, which reads files of the run. If the bucket does not answer, the function
+    calls `read` again after LONGEST_PAUSE seconds, at most MAX_FRUITLESS_STARTS times in all,
+    unless `stop` is set.
 
     Raises:
       UserError: the bucket did not answer.
     """
     for left in reversed(range(MAX_FRUITLESS_STARTS)):
         try:
-            return question()
+            return read()
         except StoreUnavailable as error:
             _print_with_time(f"{error.filename} does not answer ({error.strerror})")
             if not left or stop.wait(LONGEST_PAUSE):

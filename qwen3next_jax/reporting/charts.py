@@ -479,9 +479,9 @@ def figure_html(
         pointer: "lines", "heat", or "" for a figure without hover data.
       run: the index of the run that the whole figure is about, on a page of several runs.
     """
-    of_run = "" if run is None else f' data-run="{run}"'
+    run_attribute = "" if run is None else f' data-run="{run}"'
     return (
-        f'<figure data-kind="{kind}"{of_run}><figcaption>{_escape_html(title)}</figcaption>'
+        f'<figure data-kind="{kind}"{run_attribute}><figcaption>{_escape_html(title)}</figcaption>'
         + (f'<p class="note warning">{_escape_html(warning)}</p>' if warning else "")
         + (f'<p class="note">{_escape_html(note)}</p>' if note else "")
         + (f'<div class="legend">{legend}</div>' if legend else "")

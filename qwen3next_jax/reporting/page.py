@@ -266,8 +266,8 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
         sentences = [reason.full_sentence for reason in incomparable_reasons(runs).values()]
     measured = {run.name: heldout_metric_name(run) for run in runs}
     if len(set(filter(None, measured.values()))) > 1:
-        of_runs = "; ".join(f"{name}: {metric}" for name, metric in measured.items() if metric)
-        sentences.append(f"Held-out metrics differ, and have charts of their own ({of_runs}).")
+        metrics_text = "; ".join(f"{name}: {metric}" for name, metric in measured.items() if metric)
+        sentences.append(f"Held-out metrics differ, and have charts of their own ({metrics_text}).")
     for run in runs:
         if not run.events_by_kind.get("train"):
             sentences.append(f"{run.name} has not recorded a training step yet.")
@@ -303,10 +303,10 @@ def _learning_rate_warnings(runs: Sequence[Run]) -> list[str]:
     )
     if None in rates.values() or len({f"{rate:.1e}" for rate in rates.values()}) < 2:
         return []
-    of_runs = join_first((f"{name}: {rate:.1e}" for name, rate in rates.items()), MANY_RUNS)
+    rates_text = join_first((f"{name}: {rate:.1e}" for name, rate in rates.items()), MANY_RUNS)
     return [
         f"At step {step:,}, where the table compares training losses, the learning rates differ "
-        f"({of_runs}): a schedule follows train.steps."
+        f"({rates_text}): a schedule follows train.steps."
     ]
 
 
@@ -318,7 +318,7 @@ def _last_common_steps(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
     """
     found = {}
     for kind, name in COMPARED:
-        of_runs = [
+        steps_of_runs = [
             {
                 event["step"]
                 for event in run.events_by_kind.get(kind, ())
@@ -326,8 +326,10 @@ def _last_common_steps(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
             }
             for run in runs
         ]
-        of_runs = [steps for steps in of_runs if steps]
-        if len({max(steps) for steps in of_runs}) > 1 and (common := set.intersection(*of_runs)):
+        steps_of_runs = [steps for steps in steps_of_runs if steps]
+        if len({max(steps) for steps in steps_of_runs}) > 1 and (
+            common := set.intersection(*steps_of_runs)
+        ):
             found[kind, name] = max(common)
     return found
 
@@ -346,8 +348,8 @@ def _headline_numbers(
     spans = wall_time_spans(run)
     faults_of_run = faults_and_restarts(run)
     step, last = run.newest_value("train", "step"), run.config.get("train", {}).get("steps")
-    of_steps = f" of {last:,}" if last and step != last else ""
-    summary = {"step": (f"{step:,}" if step else "–") + of_steps}
+    steps_text = f" of {last:,}" if last and step != last else ""
+    summary = {"step": (f"{step:,}" if step else "–") + steps_text}
 
     def add(name: str, kind: str, key: str, to_text: Callable[[float], str]) -> None:
         value = run.newest_value(kind, key)
@@ -419,8 +421,8 @@ def _samples_html(runs: Sequence[Run]) -> str:
                 f"earlier</summary>{''.join(texts[1:])}</details>"
             )
         if texts:
-            of_run = f' data-run="{r}"' if len(runs) > 1 else ""
-            parts.append(f"<div{of_run}>{texts[0]}{earlier}</div>")
+            run_attribute = f' data-run="{r}"' if len(runs) > 1 else ""
+            parts.append(f"<div{run_attribute}>{texts[0]}{earlier}</div>")
     return "".join(parts)
 
 
@@ -491,9 +493,9 @@ def _configuration_html(runs: Sequence[Run]) -> str:
         )
     for r, run in enumerate(runs):
         rows = [[name, _setting_text(value)] for name, value in flatten(run.config).items()]
-        of_run = f' data-run="{r}"' if len(runs) > 1 else ""
+        run_attribute = f' data-run="{r}"' if len(runs) > 1 else ""
         parts.append(
-            f"<details{of_run}><summary>every setting of "
+            f"<details{run_attribute}><summary>every setting of "
             f"{html.escape(run.name)}</summary>{table_html(['setting', 'value'], rows)}</details>"
         )
     return "".join(parts)

@@ -308,10 +308,10 @@ def _budget_ratio(baseline: Law, arm: Law) -> float:
     smallest budget, and 0 if the baseline reaches ℓ below its smallest budget.
     """
     loss = _common_loss(baseline, arm)
-    of_baseline, of_arm = baseline.budget_for_loss(loss), arm.budget_for_loss(loss)
-    if of_arm < arm.smallest_budget:
+    baseline_budget, arm_budget = baseline.budget_for_loss(loss), arm.budget_for_loss(loss)
+    if arm_budget < arm.smallest_budget:
         return math.inf
-    return of_baseline / of_arm if of_baseline >= baseline.smallest_budget else 0.0
+    return baseline_budget / arm_budget if baseline_budget >= baseline.smallest_budget else 0.0
 
 
 def _speed_up_interval(
@@ -323,17 +323,17 @@ def _speed_up_interval(
     """
     if len(baseline.losses) == len(arm.losses) == 1:
         return None, None
-    of_seeds = [
+    laws_by_arm = [
         [fit_law(*seed) for seed in zip(one.budgets_by_unit[unit], one.losses, strict=True)]
         for one in (baseline, arm)
     ]
     if any(
         law.misfit_as_compute_factor(law.smallest_budget) == math.inf
-        for laws in of_seeds
+        for laws in laws_by_arm
         for law in laws
     ):
         return 0.0, math.inf
-    ratios = [_budget_ratio(*pair) for pair in itertools.product(*of_seeds)]
+    ratios = [_budget_ratio(*pair) for pair in itertools.product(*laws_by_arm)]
     return min(factor, *ratios), max(factor, *ratios)
 
 

@@ -109,26 +109,29 @@ def compare_settings(
 
 
 def compare_data(
-    folder: RunFolder, record: RunRecord, fingerprints: Sequence[str], tokenizer: str
+    folder: RunFolder,
+    record: RunRecord,
+    data_fingerprints: Sequence[str],
+    tokenizer_fingerprint: str,
 ) -> None:
     """Compares the data in run.json with those of the process that resumes the run, for the stages
     that have begun.
 
     Args:
       folder, record: as for `compare_settings`.
-      fingerprints: for every stage, the fingerprint of its data.
-      tokenizer: the fingerprint of the tokenizer.
+      data_fingerprints: for every stage, the fingerprint of its data.
+      tokenizer_fingerprint: the fingerprint of the tokenizer.
 
     Raises:
       UserError: the tokenizer or the data differ.
     """
     # Another tokenizer also changes the data's fingerprint, so it is reported first.
-    pairs = [("tokens", "tokenizer", record.tokenizer, tokenizer)]
+    pairs = [("tokens", "tokenizer", record.tokenizer, tokenizer_fingerprint)]
     step = max(folder.saved_steps, default=0)
     stages = resolve_stages(record.read_config(folder.path))
     pairs += [
         ("data", "files", cursor.fingerprint, now)
-        for stage, cursor, now in zip(stages, record.data, fingerprints)
+        for stage, cursor, now in zip(stages, record.data, data_fingerprints)
         if cursor and stage.steps_before < max(step, 1)
     ]
     for what, old_ones, old, now in pairs:
@@ -140,12 +143,12 @@ def compare_data(
         )
 
 
-def compare_code_and_devices(record: RunRecord, now: CodeAndDevices) -> list[Change]:
+def compare_code_and_devices(record: RunRecord, current: CodeAndDevices) -> list[Change]:
     """Returns what differs between the code and the devices of run.json and those of this start,
-    `now`. A run may resume with other code and on other devices.
+    `current`. A run may resume with other code and on other devices.
     """
     before = {field: getattr(record, field) for field in CodeAndDevices._fields}
-    return _differences(before, now._asdict())
+    return _differences(before, current._asdict())
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:

@@ -17,7 +17,7 @@ Four words say how far a checkpoint can be trusted; each includes the words abov
     valid       the content of all files has the digests in the manifest
                 (`Checkpoints.newest_valid_step`, `Checkpoints.restore`)
 
-"Damaged" means saved, but found not plausible or not valid.
+A checkpoint is "damaged" if it is saved, but a check found that it is not plausible or not valid.
 """
 
 import pathlib
@@ -249,11 +249,11 @@ def load_adapters(
     require(config.lora.rank > 0, f"{workdir}: its model has no adapters (model.lora.rank = 0)")
     _, params = abstract_model(config)
     adapters = map_leaves(lambda path, leaf: leaf if is_adapter(path) else None, params)
-    wanted = _entries_to_read(workdir, run_config, adapters, ema)
-    shardings = tree_shardings(wanted, parameter_declarations(config), single_device_mesh())
+    entries = _entries_to_read(workdir, run_config, adapters, ema)
+    shardings = tree_shardings(entries, parameter_declarations(config), single_device_mesh())
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        wanted,
+        entries,
         shardings,
     )
     with Checkpoints(workdir) as checkpoints:
@@ -340,12 +340,12 @@ def load_trained(
         if step is None:
             raise UserError(_no_checkpoint_message(workdir, config))
         graphdef, params = abstract_model(config.model)
-        wanted = _entries_to_read(workdir, config, params, ema)
+        entries = _entries_to_read(workdir, config, params, ema)
         abstract = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            wanted,
+            entries,
             tree_shardings(
-                wanted,
+                entries,
                 parameter_declarations(config.model),
                 single_device_mesh() if mesh is None else mesh,
             ),

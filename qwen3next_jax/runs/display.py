@@ -68,16 +68,18 @@ def display_title(run: ResolvedRun, corpus: str, steps_before: int, parent: str 
     )
 
 
-def _values_by_source(value: MetricValue, values: Sequence[MetricValue], evaluation: str) -> str:
+def _values_by_source(
+    value_of_all: MetricValue, metric_values: Sequence[MetricValue], evaluation: str
+) -> str:
     """Returns " (SOURCE VALUE, …)", the values of a metric of the held-out evaluation for each data
     source; "" for other evaluations or a single source.
     """
-    if value.condition_in_key or not evaluation.startswith("heldout"):
+    if value_of_all.condition_in_key or not evaluation.startswith("heldout"):
         return ""
     parts = [
         f"{one.condition_in_key} {one}"
-        for one in values
-        if one.metric_name == value.metric_name and one.condition_in_key
+        for one in metric_values
+        if one.metric_name == value_of_all.metric_name and one.condition_in_key
     ]
     return f" ({', '.join(parts)})" if parts else ""
 

@@ -228,10 +228,12 @@ def find_data_read_by_parent(run: ResolvedRun, start: Start) -> DataReadByParent
     if start.config.train.init_state != "all":
         return DataReadByParent(0, ())
     if start.parent:
-        ours = {_key_of_rows_read(stage) for stage in run.stages}
-        theirs = resolve_stages(start.facts.initial_model.config)
-        same = [stage for stage in theirs if _key_of_rows_read(stage) in ours]
-        return DataReadByParent(start.parent.step, same)
+        keys_of_run = {_key_of_rows_read(stage) for stage in run.stages}
+        stages_of_parent = resolve_stages(start.facts.initial_model.config)
+        shared_stages = [
+            stage for stage in stages_of_parent if _key_of_rows_read(stage) in keys_of_run
+        ]
+        return DataReadByParent(start.parent.step, shared_stages)
     cursor = cursor_of_first_step(start.facts.folder.record.data)
     return DataReadByParent(cursor.step, run.stages if cursor.continues_stream else ())
 

@@ -12,7 +12,7 @@ from qwen3next_jax.common.installation import command_line_start
 from qwen3next_jax.config.registry import trust_flags_text
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
-from qwen3next_jax.runs.guard_flags import Halted, write_dump
+from qwen3next_jax.runs.guard_flags import RunHalted, write_dump
 from qwen3next_jax.runs.hooks import EvaluationHook
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile
@@ -68,7 +68,7 @@ def last_step_divergence_reason(
 def dump_and_report_halt(
     trainer: Trainer,
     cursors: DataCursors,
-    halt: Halted,
+    halt: RunHalted,
     store: RunStore,
     metrics: MetricsFile,
 ) -> ExitCode:

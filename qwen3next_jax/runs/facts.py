@@ -109,7 +109,7 @@ class TokenizerPair(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class StartFacts:
     """All facts on which the decision about the start of a run depends.
 
     Attributes:
@@ -137,7 +137,7 @@ def read_facts(
     workdir: pathlib.Path | BucketPath,
     restart: bool = False,
     writes_telemetry: bool = True,
-) -> Facts:
+) -> StartFacts:
     """Reads what the start of a run depends on.
 
     Args:
@@ -151,7 +151,7 @@ def read_facts(
     """
     store = open_store(workdir)
     store.check_can_hold_run(f"--workdir={workdir}")
-    restart = restart or store.is_restart_unfinished()
+    restart = restart or store.has_unfinished_move()
     folder = RunFolder(store.workdir) if restart else read_folder(store.workdir)
     init_from = config.train.init_from
     # A resumed run does not read the model with which it began.
@@ -165,7 +165,7 @@ def read_facts(
     tokenizers = None
     if initial_model:
         tokenizers = _load_tokenizers(data, config.model.vocab_size, initial_model)
-    return Facts(
+    return StartFacts(
         folder,
         restart,
         store.other_libraries_can_write,
@@ -262,7 +262,7 @@ def _read_parent(
     elif named_step is None:
         step = recorded_step
         newer = (later for later in saved_steps(path) if later > recorded_step)
-        found = {later: _size_damage(path, later, record.id) for later in newer}
+        found = {later: _find_size_damage(path, later, record.id) for later in newer}
         skipped = {later: damage for later, damage in found.items() if damage is not None}
     status = None if step is None else read_checkpoint_status(path, step, record.id)
     return ParentRun(path, record, config, status, skipped)
@@ -283,14 +283,14 @@ def newest_plausible_step(
     """
     damage_of_newer: dict[int, str] = {}
     for step in reversed(saved_steps(path)):
-        damage = _size_damage(path, step, run)
+        damage = _find_size_damage(path, step, run)
         if damage is None:
             return step, damage_of_newer
         damage_of_newer[step] = damage
     return None, damage_of_newer
 
 
-def _size_damage(path: pathlib.Path | BucketPath, step: int, run: str) -> str | None:
+def _find_size_damage(path: pathlib.Path | BucketPath, step: int, run: str) -> str | None:
     """Returns why the checkpoint of `step` is not plausible; None if it is plausible."""
     return manifest.find_damage(path / "checkpoints" / str(step), sizes_only=True, run=run)
 
@@ -304,10 +304,10 @@ def read_checkpoint_status(
     steps, folder = tuple(saved_steps(path)), path / "checkpoints" / str(step)
     if step not in steps:
         return CheckpointStatus(path, step, steps, "", "it is missing")
-    # The digest is read first. If another checkpoint replaces this one before the sizes are
-    # compared, the digest does not match, and `restore` raises an error.
+    # The digest of the manifest is read before the sizes of the files. If another checkpoint
+    # replaces this one in between, the digest does not match, and `restore` raises an error.
     digest = manifest.digest_of_manifest(folder)
-    damage = _size_damage(path, step, run)
+    damage = _find_size_damage(path, step, run)
     if digest is None:
         damage = damage or "it is being written or deleted"
     return CheckpointStatus(path, step, steps, (digest or "")[:20], damage)
@@ -415,7 +415,7 @@ def _load_tokenizers(
 
     # For text the size of the vocabulary is not compared here: `runs.checks` compares it later, so
     # that `decide_start` can first say that the tokenizer is not that of the model.
-    ours = data_source_class(data).tokenizer_of(
+    run_tokenizer = data_source_class(data).tokenizer_of(
         data, None if data.source in TEXT_SOURCES else vocab_size
     )
     if isinstance(initial_model, ParentRun):
@@ -427,7 +427,11 @@ def _load_tokenizers(
         name = place = str(initial_model.folder / "tokenizer.json")
         is_text = (initial_model.folder / "tokenizer.json").exists()
         fingerprint = load_tokenizer(name).fingerprint if is_text else ""
-    theirs = None
-    if is_text and ours.reads_text and not same_token_ids(ours.fingerprint, fingerprint):
-        theirs = load_tokenizer(name)
-    return TokenizerPair(ours, fingerprint, is_text, theirs, place)
+    initial_model_tokenizer = None
+    if (
+        is_text
+        and run_tokenizer.reads_text
+        and not same_token_ids(run_tokenizer.fingerprint, fingerprint)
+    ):
+        initial_model_tokenizer = load_tokenizer(name)
+    return TokenizerPair(run_tokenizer, fingerprint, is_text, initial_model_tokenizer, place)

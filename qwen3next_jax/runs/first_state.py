@@ -93,7 +93,7 @@ def _state_from_parent(
       parent: the other run, as it was when `start` was decided.
       checkpoint: the checkpoint of that run.
     """
-    config, theirs, step = run.config, parent.config, checkpoint.step
+    config, parent_config, step = run.config, parent.config, checkpoint.step
     # Preparing the data may have taken hours; another run may have this path by now. If that
     # happens later, `restore` notices that the checkpoint has another digest.
     require(
@@ -102,36 +102,43 @@ def _state_from_parent(
         "one back, or start in a new --workdir",
     )
     takes_all = config.train.init_state == "all"
-    inherited = _inherited_update_rules(run, theirs) if takes_all else []
+    inherited = _inherited_update_rules(run, parent_config) if takes_all else []
     if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
-        wanted = abstract_train_state(
+        abstract_state = abstract_train_state(
             run.model,
             config.optimizer,
             run.groups,
             inherited,
-            theirs.guards,
+            parent_config.guards,
             run.mesh,
             config.parallel.slice_state,
         )
     else:
-        wanted = {name: run.abstract_state[name] for name in ("params", "step")}
-        if not theirs.model.lora.rank:  # the adapters, if there are any, begin with this run
-            wanted["params"] = base_params(wanted["params"])
-        grown = wanted["params"]
-        wanted["params"] = resize_abstract_vocabulary(grown, run.model, theirs.model.vocab_size)
+        abstract_state = {name: run.abstract_state[name] for name in ("params", "step")}
+        if not parent_config.model.lora.rank:  # the adapters, if there are any, begin with this run
+            abstract_state["params"] = base_params(abstract_state["params"])
+        grown = abstract_state["params"]
+        abstract_state["params"] = resize_abstract_vocabulary(
+            grown, run.model, parent_config.model.vocab_size
+        )
     # Only the parameters that the model has are read; a model without MTP skips `mtp`.
     with Checkpoints(parent.folder) as checkpoints:
-        state = checkpoints.restore(step, wanted, partial=True, digest=checkpoint.manifest)
+        state = checkpoints.restore(step, abstract_state, partial=True, digest=checkpoint.manifest)
     if not takes_all:
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
         return run.init_state(grow_vocabulary(state["params"], grown, run.model)), first
     new_rules = [rule for rule in run.rules if rule not in inherited]
     state |= init_sharded_rule_entries(new_rules, state["params"], run.state_shardings)
     offset = int(state["guards"]["data_offset"])
-    before, now = _parent_and_own_cursors(run.stages, data, step, parent.record.data, offset)
-    same_window = before.reads_same_stream(now) and theirs.guards.window == config.guards.window
+    parent_cursor, own_cursor = _parent_and_own_cursors(
+        run.stages, data, step, parent.record.data, offset
+    )
+    same_window = (
+        parent_cursor.reads_same_stream(own_cursor)
+        and parent_config.guards.window == config.guards.window
+    )
     state["guards"] = guards.reset_for_stage(config.guards, state["guards"], 0, same_window)
-    return state, now
+    return state, own_cursor
 
 
 def _inherited_update_rules(run: ResolvedRun, parent_config: Config) -> list[UpdateRule]:
@@ -139,14 +146,16 @@ def _inherited_update_rules(run: ResolvedRun, parent_config: Config) -> list[Upd
     parent's train state, the run takes over the entries of the returned rules. For example, if
     `train.ema` differs from the parent's, the average of the parameters begins anew.
     """
-    ours, train = run.config.train.update_rules, parent_config.train
+    rules_of_run, train = run.config.train.update_rules, parent_config.train
     train = dataclasses.replace(
-        train, update_rules=tuple(name for name in train.update_rules if name in ours)
+        train, update_rules=tuple(name for name in train.update_rules if name in rules_of_run)
     )
-    theirs = dataclasses.replace(parent_config, train=train)
-    groups = make_parameter_groups(theirs.model, theirs.train.freeze, theirs.optimizer)
-    their_rules = make_update_rules(theirs, groups)
-    return [rule for rule in run.rules if rule in their_rules]
+    filtered_config = dataclasses.replace(parent_config, train=train)
+    groups = make_parameter_groups(
+        filtered_config.model, filtered_config.train.freeze, filtered_config.optimizer
+    )
+    inherited_rules = make_update_rules(filtered_config, groups)
+    return [rule for rule in run.rules if rule in inherited_rules]
 
 
 def describe_first_state(run: ResolvedRun, data: Sequence[DataSource], start: Start) -> str:
@@ -158,24 +167,26 @@ def describe_first_state(run: ResolvedRun, data: Sequence[DataSource], start: St
     if parent:
         skipped = describe_skipped_checkpoints(initial_model)
         beginning = f"{parent.path} after step {parent.step}{skipped}"
-    before = initial_model.model_config.vocab_size
+    old_vocab_size = initial_model.model_config.vocab_size
     growth = ""
-    if before < run.model.vocab_size:
+    if old_vocab_size < run.model.vocab_size:
         growth = (
-            f"; its vocabulary of {before:,} grows to {run.model.vocab_size:,}: the new rows of "
-            "embedding and head begin as the mean of the old ones"
+            f"; its vocabulary of {old_vocab_size:,} grows to {run.model.vocab_size:,}: the new "
+            "rows of embedding and head begin as the mean of the old ones"
         )
     text = f"beginning with {beginning}, reading {start.tokenizer_note}: its weights"
     if config.train.init_state == "weights":
         return f"{text} (step 0, new optimizer state, the first batch of the data){growth}"
-    before, now = _parent_and_own_cursors(run.stages, data, parent.step, initial_model.record.data)
+    parent_cursor, own_cursor = _parent_and_own_cursors(
+        run.stages, data, parent.step, initial_model.record.data
+    )
     reading = (
         "continue after the rows that it read"
-        if now.continues_stream
+        if own_cursor.continues_stream
         else "differ from its data and begin with their first row"
     )
     windows = (initial_model.config.guards.window, config.guards.window)
-    same_window = before.reads_same_stream(now) and windows[0] == windows[1]
+    same_window = parent_cursor.reads_same_stream(own_cursor) and windows[0] == windows[1]
     return (
         f"{text}, optimizer and step; the data {reading}; the guards' window "
         f"{'continues' if same_window else 'starts empty'}"
@@ -199,8 +210,8 @@ def _parent_and_own_cursors(
       parent_cursors: for every stage of the parent, the place at which the stage began to read.
       data_offset: the number of batches that rewinds of the parent skipped.
     """
-    before = parent_cursors[stage_index_of_step(parent_cursors, step)]
+    parent_cursor = parent_cursors[stage_index_of_step(parent_cursors, step)]
     stage_data = next(
         stage_data for stage, stage_data in zip(stages, data, strict=True) if step < stage.last_step
     )
-    return before, before.for_next_stage(step, stage_data, data_offset)
+    return parent_cursor, parent_cursor.for_next_stage(step, stage_data, data_offset)

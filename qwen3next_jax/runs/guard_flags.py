@@ -45,7 +45,7 @@ from qwen3next_jax.training.state import State
 _DUMP_FORMAT = 3  # of dump.json
 
 
-class Halted(Exception):
+class RunHalted(Exception):
     """The guards ended the run at `step`.
 
     Attributes:
@@ -86,10 +86,10 @@ class GuardFlags:
         Args:
           step: the number of the step. The devices must have finished this step.
           values: the metrics of the step.
-          state: the train state after the step, which becomes an attribute of `Halted`.
+          state: the train state after the step, which becomes an attribute of `RunHalted`.
 
         Raises:
-          Halted: the guards ended the run at this step.
+          RunHalted: the guards ended the run at this step.
           UserError: the first batch of a stage has no token to predict. All processes raise this
             error, because all of them have the same flags.
         """
@@ -117,7 +117,7 @@ class GuardFlags:
             is_spike = bool(flags & SPIKE and self._config.on_spike in ("rewind", "stop"))
             if not is_spike:
                 reason += f", the last of {self._config.max_skips} skipped updates in a row"
-            raise Halted(step, reason, is_spike, state)
+            raise RunHalted(step, reason, is_spike, state)
 
     def _report_no_targets(self, step: int, values: dict[str, Any]) -> None:
         """Reports that the batch of a step has no token to predict, and that its update was
@@ -167,7 +167,7 @@ class Dump:
 
 
 def write_dump(
-    store: RunStore, config: Config, data: DataSource, index: int, halt: Halted
+    store: RunStore, config: Config, data: DataSource, index: int, halt: RunHalted
 ) -> tuple[pathlib.Path, list[list[str]]]:
     """Writes the inputs of the halted step to WORKDIR/dumps/STEP. All processes must call this
     function: they write the train state together, and process 0 writes the other files.
@@ -209,7 +209,7 @@ def write_dump(
     return folder, documents
 
 
-def _state_before_halt(halt: Halted) -> State:
+def _state_before_halt(halt: RunHalted) -> State:
     """Returns the train state before the halted step. The updates of the halted step and of the
     steps after it were skipped. So the halted step and the steps after it changed only counts and
     the flag `halted`. This function restores the counts `step` and `skipped` and the flag `halted`.

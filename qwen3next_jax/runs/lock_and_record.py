@@ -65,7 +65,7 @@ def _lock_and_decide_again(start: Start, data: Sequence[DataSource], store: RunS
 
     def decide_and_compare() -> dict[str, Any]:
         nonlocal decided
-        if start.facts.restart or store.is_restart_unfinished():
+        if start.facts.restart or store.has_unfinished_move():
             store.move_old_run_aside()
         decided = _decide_again(start)
         folder, tokenizers = decided.facts.folder, decided.facts.tokenizers
@@ -116,7 +116,7 @@ def _decide_again(start: Start) -> Start:
 
 
 def make_record(
-    start: Start, run: ResolvedRun, cursors: DataCursors, tokenizer: str
+    start: Start, run: ResolvedRun, cursors: DataCursors, tokenizer_fingerprint: str
 ) -> RunRecord | None:
     """Returns the new content of run.json; None if the file stays as it is.
 
@@ -124,30 +124,30 @@ def make_record(
       start: the result of `lock_folder`.
       run: the resolved run.
       cursors: for every stage, the place in the training data at which the stage begins to read.
-      tokenizer: the fingerprint of the tokenizer.
+      tokenizer_fingerprint: the fingerprint of the tokenizer.
     """
-    before = start.facts.folder.record_if_trained()
-    if before and not start.changes:
+    old_record = start.facts.folder.record_if_trained()
+    if old_record and not start.changes:
         return None
-    now = RunRecord(
+    new_record = RunRecord(
         config=settings_as_json(run.config),
         data=tuple(cursors),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_fingerprint,
         versions=part_versions(run.model),
         source=base_model_record(start.facts.initial_model),
         id=uuid.uuid4().hex,
         parent=start.parent,
         **_present_code_and_devices()._asdict(),
     )
-    if before is None:
-        return now
+    if old_record is None:
+        return new_record
     return dataclasses.replace(
-        now,
-        source=before.source,
-        id=before.id,
-        parent=before.parent,  # a resumed run does not read its parent again
-        merged=before.merged,
-        changes=before.changes + start.changes,
+        new_record,
+        source=old_record.source,
+        id=old_record.id,
+        parent=old_record.parent,  # a resumed run does not read its parent again
+        merged=old_record.merged,
+        changes=old_record.changes + start.changes,
     )
 
 

@@ -141,14 +141,14 @@ def content_after_move_to_subfolder(content: bytes) -> bytes:
     return json.dumps(record, indent=1).encode()
 
 
-def _resolved_arrays_folder(directory: Folder, place: Any) -> Folder:
-    """Returns the folder with the path `place` relative to `directory`; or `directory` itself, if
-    `place` is not a value that the key "arrays" may have.
+def _resolved_arrays_folder(directory: Folder, arrays_entry: Any) -> Folder:
+    """Returns the folder with the path `arrays_entry` relative to `directory`; or `directory`
+    itself, if `arrays_entry` is not a value that the key "arrays" may have.
     """
-    if not isinstance(place, str) or not _ARRAYS_FOLDER_PATTERN.fullmatch(place):
+    if not isinstance(arrays_entry, str) or not _ARRAYS_FOLDER_PATTERN.fullmatch(arrays_entry):
         return directory
     folder = directory.absolute()
-    for name in place.split("/"):
+    for name in arrays_entry.split("/"):
         folder = folder.parent if name == ".." else folder / name
     return folder
 
@@ -285,8 +285,8 @@ def _digest_pieces(directory: Folder, sizes: dict[str, int], piece: int):
         (name, start) for name, size in sizes.items() for start in _piece_offsets(size, piece)
     ]
 
-    def digest_of(place: tuple[str, int]) -> str:
-        name, start = place
+    def digest_of(name_and_start: tuple[str, int]) -> str:
+        name, start = name_and_start
         is_last = start + piece >= sizes[name]
         return sha256_of(directory / name, start, None if is_last else start + piece)
 

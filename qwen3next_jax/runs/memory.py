@@ -73,31 +73,31 @@ def minimum_activation_bytes(run: ResolvedRun, stage: ResolvedStage) -> int:
     return tokens * width * run.model.num_hidden_layers
 
 
-def _check_fits(needed: int, what: str, advice: str) -> None:
-    """Raises UserError if `needed` bytes do not fit in the memory of a device."""
+def _check_fits(needed_bytes: int, message_start: str, advice: str) -> None:
+    """Raises UserError if `needed_bytes` do not fit in the memory of a device."""
     limit, where = device_memory_peak_and_limit()[1], "a device"
     if jax.local_devices()[0].platform == "cpu":  # CPU devices share the memory of their host
-        needed *= jax.local_device_count()
+        needed_bytes *= jax.local_device_count()
         limit, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
-    if limit is not None and needed > limit:
+    if limit is not None and needed_bytes > limit:
         raise UserError(
-            f"{what} {format_bytes(needed)}, and {where} has {format_bytes(limit)}: {advice}; "
-            "qwen3next plan shows the memory of a step on each device of a topology"
+            f"{message_start} {format_bytes(needed_bytes)}, and {where} has {format_bytes(limit)}: "
+            f"{advice}; qwen3next plan shows the memory of a step on each device of a topology"
         )
 
 
 @contextlib.contextmanager
-def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
+def reports_out_of_memory(get_stage: Callable[[], ResolvedStage]) -> Iterator[None]:
     """Turns XLA's out-of-memory error inside the `with` block into a UserError. The message of the
-    UserError has XLA's message and the settings of the current stage, which the function `stage`
-    returns.
+    UserError has XLA's message and the settings of the current stage, which the function
+    `get_stage` returns.
     """
     try:
         yield
     except RuntimeError as error:
         if not (asked := out_of_memory_message(error)):
             raise
-        train = stage().train
+        train = get_stage().train
         raise UserError(
             f"out of memory ({asked}) with train.batch_size = {train.batch_size} rows of "
             f"{train.sequence_length} tokens in train.gradient_accumulation = "

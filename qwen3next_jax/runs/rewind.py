@@ -7,7 +7,7 @@ import numpy as np
 
 from qwen3next_jax.data.pipeline import DataSource
 from qwen3next_jax.runs.first_state import make_first_state
-from qwen3next_jax.runs.guard_flags import Halted
+from qwen3next_jax.runs.guard_flags import RunHalted
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.telemetry import MetricsFile
@@ -51,7 +51,7 @@ class Rewinder:
         self._metrics = metrics
         self._rewinds: dict[int, int] = {}  # step → number of rewinds to it
 
-    def rewind(self, halt: Halted) -> tuple[int, State] | None:
+    def rewind(self, halt: RunHalted) -> tuple[int, State] | None:
         """Restores the newest valid checkpoint, and lets the data continue after the batch of the
         spike.
 

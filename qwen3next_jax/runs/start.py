@@ -15,7 +15,7 @@ from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.config import Config, TelemetryConfig
 from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.runs.changes import compare_settings
-from qwen3next_jax.runs.facts import Facts, ParentRun, read_facts
+from qwen3next_jax.runs.facts import ParentRun, StartFacts, read_facts
 from qwen3next_jax.runs.init_from import check_initial_model, compare_tokenizers, parent_record
 from qwen3next_jax.runs.record import Change, ParentCheckpoint
 from qwen3next_jax.training.stages import resolve_stages
@@ -39,7 +39,7 @@ class Start:
 
     given_config: Config
     config: Config
-    facts: Facts
+    facts: StartFacts
     parent: ParentCheckpoint | None
     tokenizer_note: str
     changes: tuple[Change, ...]
@@ -76,7 +76,7 @@ def prepare_start(
     return start
 
 
-def decide_start(config: Config, facts: Facts) -> Start:
+def decide_start(config: Config, facts: StartFacts) -> Start:
     """Decides how a run starts. Reads and writes nothing.
 
     Raises:

@@ -26,7 +26,7 @@ from qwen3next_jax.sharding.chips import find_chip
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-Listener = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 
 
 class MetricsFile:
@@ -41,7 +41,7 @@ class MetricsFile:
         self,
         log: EventLog | None,
         steps_before: int,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[EventListener] = (),
         repeated: Collection[str] = (),
     ):
         """Opens the file and removes the events of steps after `steps_before`, because this process
@@ -111,7 +111,7 @@ class MetricsFile:
         for listener in self._listeners:
             listener(record)
 
-    def add_listener(self, listener: Listener) -> None:
+    def add_listener(self, listener: EventListener) -> None:
         """Calls `listener` with each later event."""
         self._listeners += (listener,)
 
@@ -155,7 +155,7 @@ class Throughput:
         self._peak = chip.device_flops * run.mesh.size if chip else None
 
     def train_event_fields(
-        self, step: int, loss: float | None, steps: int, seconds: float, data_wait: float
+        self, step: int, loss: float | None, num_steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
         """Returns the fields of a "train" event that are not metrics of the step. "mfu" is None if
         the peak FLOP/s of the chip are unknown. "memory_limit" is None if the platform does not
@@ -164,11 +164,11 @@ class Throughput:
         Args:
           step: the number of the step.
           loss: the loss of the step, in nats per token; None if the step had no token to predict.
-          steps: the number of steps since the last event.
+          num_steps: the number of steps since the last event.
           seconds: the time of these steps.
           data_wait: the part of this time in which the loop waited for data, in seconds.
         """
-        speed = steps * self._stage.tokens_per_step / seconds
+        speed = num_steps * self._stage.tokens_per_step / seconds
         flops = speed * self._flops_per_token
         used, limit = device_memory_peak_and_limit()
         bits = {}
@@ -181,7 +181,7 @@ class Throughput:
             | {
                 "tokens_seen": tokens_seen(self._stages, step),
                 "tokens_per_second": speed,
-                "steps": steps,
+                "steps": num_steps,
                 "seconds": seconds,
                 "data_wait": data_wait / seconds,
                 "model_flops_per_second": flops,
@@ -219,7 +219,7 @@ class ReportWriter:
 
     def __call__(self, event: Event) -> None:
         # If the thread is still writing a report, there is no new report at this checkpoint.
-        # `close` writes a report at the end of the run in any case.
+        # `close` always writes a report at the end of the run.
         if event["event"] != "checkpoint" or not self._at_checkpoints:
             return
         if not (self._thread and self._thread.is_alive()):
@@ -250,7 +250,7 @@ def open_metrics(
     run: ResolvedRun,
     store: RunStore,
     steps_before: int,
-    display: Listener,
+    display: EventListener,
     repeated: Collection[str] = (),
 ) -> MetricsFile:
     """Opens the run's metrics.jsonl. The listeners of the file are the display, the report, and the
@@ -262,7 +262,7 @@ def open_metrics(
     """
     if jax.process_index():
         return MetricsFile(None, steps_before)
-    listeners: list[Listener] = [display]
+    listeners: list[EventListener] = [display]
     config, workdir = run.config, store.workdir
     if config.telemetry.tensorboard:
         listeners.append(TensorBoard(workdir, steps_before))

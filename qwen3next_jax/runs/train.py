@@ -42,7 +42,7 @@ from qwen3next_jax.runs.endings import (
     report_finished_run,
 )
 from qwen3next_jax.runs.first_state import describe_first_state, make_first_state
-from qwen3next_jax.runs.guard_flags import GuardFlags, Halted
+from qwen3next_jax.runs.guard_flags import GuardFlags, RunHalted
 from qwen3next_jax.runs.lock_and_record import lock_folder, make_record
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.notices import surprising_settings
@@ -155,7 +155,7 @@ def train(
                     trainer.call_missed_hooks(loaded.steps_before, loaded.state)
             try:
                 step, state, last_metrics = _train_with_rewinds(trainer, loaded, rewinder, watchdog)
-            except Halted as halt:
+            except RunHalted as halt:
                 errors.share_errors()
                 return dump_and_report_halt(trainer, loaded.cursors, halt, store, metrics)
             checkpoints.wait()
@@ -230,9 +230,9 @@ def _missing_evaluation_kinds(run: ResolvedRun, start: Start, step: int) -> list
 
     def find_missing_kinds() -> list[str]:
         events = iterate_events(start.workdir / "metrics.jsonl")
-        of_step = [event for _, event in events if event["step"] == step]
-        recorded = {hooks.event_kind_with_suite(event) for event in of_step}
-        failed = {event["hook"] for event in of_step if event["event"] == "hook_failed"}
+        step_events = [event for _, event in events if event["step"] == step]
+        recorded = {hooks.event_kind_with_suite(event) for event in step_events}
+        failed = {event["hook"] for event in step_events if event["event"] == "hook_failed"}
         continues_without = run.config.train.on_hook_error == "continue"
         if continues_without and failed & {EVALUATION_HOOK_NAME, SAMPLE_HOOK_NAME}:
             return []
@@ -417,14 +417,14 @@ def _train_with_rewinds(
       (the last step, the train state after it, its metrics), as `Trainer.train` returns them.
 
     Raises:
-      Halted: the guards ended the run, and the run may not rewind (again).
+      RunHalted: the guards ended the run, and the run may not rewind (again).
     """
     steps_before, state = loaded.steps_before, loaded.state
     while True:
         try:
             with reports_out_of_memory(lambda: trainer.stage):
                 return trainer.train(state, steps_before)
-        except Halted as halt:
+        except RunHalted as halt:
             watchdog.set_time_limit(
                 trainer.run.config.train.compile_timeout, "a rewind or a dump", halt.step
             )

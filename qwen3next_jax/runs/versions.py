@@ -33,9 +33,9 @@ def check_module_versions(
 
     advice = "use the run with that code, or train anew in another --workdir"
     for name, version in part_versions(model).items():
-        theirs = recorded.get(name, 1)
+        recorded_version = recorded.get(name, 1)
         require(
-            theirs == version,
-            f"{where}: its model was trained with version {theirs} of {name} (code {code}), and "
-            f"this code has version {version}, with other mathematics: {advice}",
+            recorded_version == version,
+            f"{where}: its model was trained with version {recorded_version} of {name} (code "
+            f"{code}), and this code has version {version}, with other mathematics: {advice}",
         )

@@ -31,7 +31,7 @@ def fill_vocabulary_from_tokenizer(
     if model.get("vocab_size") != 0 or data.get("source", "text") != "text":
         return
     record = None
-    if workdir and not open_store(workdir).is_restart_unfinished():
+    if workdir and not open_store(workdir).has_unfinished_move():
         record = read_folder(workdir).record_if_trained()
     if record is not None:
         trained = record.config["model"]

@@ -70,12 +70,12 @@ def _check_slices(mesh: MeshConfig, by_slice: Mapping[int, Sequence[Any]]) -> No
                 f"{shapes[first]}, slice {index} has {shape}: expected slices of one shape; start "
                 "the run on such slices"
             )
-    within = {axis: max(getattr(mesh, axis), 1) for axis in ("expert", "context", "tensor")}
-    if len(by_slice[first]) % math.prod(within.values()):
-        largest = max(within, key=within.get)
-        text = " × ".join(f"{axis} {size}" for axis, size in within.items())
+    axis_sizes = {axis: max(getattr(mesh, axis), 1) for axis in ("expert", "context", "tensor")}
+    if len(by_slice[first]) % math.prod(axis_sizes.values()):
+        largest = max(axis_sizes, key=axis_sizes.get)
+        text = " × ".join(f"{axis} {size}" for axis, size in axis_sizes.items())
         raise UserError(
-            f"parallel.mesh.{largest} = {within[largest]}: {text} would cross slices of "
+            f"parallel.mesh.{largest} = {axis_sizes[largest]}: {text} would cross slices of "
             f"{len(by_slice[first])} devices, and only slice and data may cross the network "
             f"between slices: expected a product that divides {len(by_slice[first])}"
         )
@@ -105,13 +105,13 @@ def _grid_of_slices(sizes: dict[str, int], slices: Sequence[Sequence[Any]]) -> n
             f"slices: expected a product that {len(slices)} divides, as only slice and data may "
             f"cross the network between slices; set parallel.mesh.slice = {len(slices)}"
         )
-    within = dict(sizes)
-    within["slice"] //= along_slice
-    within["data"] //= along_data
+    sizes_within_slice = dict(sizes)
+    sizes_within_slice["slice"] //= along_slice
+    sizes_within_slice["data"] //= along_data
     grids = []
     for devices in slices:
         grid = mesh_utils.create_device_mesh(
-            tuple(within.values()), devices, allow_split_physical_axes=True
+            tuple(sizes_within_slice.values()), devices, allow_split_physical_axes=True
         )
         if devices[0].platform == "tpu":
             from qwen3next_jax.sharding.torus import place_experts_in_blocks

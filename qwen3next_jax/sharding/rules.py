@@ -76,7 +76,9 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
 
 
 class ShardedParam(Protocol):
-    """The fields of a parameter's declaration (`model.parameters.Declared`) that sharding reads."""
+    """The fields of a parameter's declaration (`model.parameters.ParameterDeclaration`) that
+    sharding reads.
+    """
 
     axes: tuple[str | None, ...]
     uses_model_dtype: bool
@@ -280,8 +282,8 @@ def gather_in_shard(
       whole: whether to gather over the compute axes too, so that every device has the whole
         parameter.
     """
-    used = P(*(None,) * len(shape)) if whole else compute_spec(declared, shape, mesh)
-    for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
+    spec_in_use = P(*(None,) * len(shape)) if whole else compute_spec(declared, shape, mesh)
+    for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), spec_in_use)):
         for axis in reversed(axes):
             x = all_gather(x, axis, dim)
     return save_for_backward(x)

@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.sharding.rules import SLICE, non_manual_axes
 
 
-def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
-    """Wraps `gradients` so that each slice calls it with its own rows of a batch.
+def on_each_slice(compute_gradients: Callable, mesh: Mesh) -> Callable:
+    """Wraps `compute_gradients` so that each slice calls it with its own rows of a batch.
 
     Args:
-      gradients: a function (params, batch, counts, mesh) → (gradients, parts of the loss). The
-        function gets the mesh of its slice, on which `sharding.rules` splits nothing over the axis
-        `slice`.
+      compute_gradients: a function (params, batch, counts, mesh) → (gradients, parts of the loss).
+        The function gets the mesh of its slice, on which `sharding.rules` splits nothing over the
+        axis `slice`.
       mesh: the mesh of all slices.
 
     Returns:
@@ -32,7 +32,7 @@ def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
 
     def on_slice(params, rows, counts):
         slice_mesh = jax.sharding.get_abstract_mesh()
-        grads, parts = gradients(params, rows, counts, slice_mesh)
+        grads, parts = compute_gradients(params, rows, counts, slice_mesh)
         return jax.tree.map(lambda grad: grad[None], grads), sum_over_slices(parts, slice_mesh)
 
     return jax.shard_map(
@@ -58,37 +58,41 @@ def sum_over_slices(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
     return jax.lax.psum(tree, SLICE)
 
 
-def sum_gradients_over_slices(grads: Any, before: Any, after: Any, dtype: Any) -> Any:
+def sum_gradients_over_slices(
+    grads: Any, param_shardings: Any, sum_shardings: Any, dtype: Any
+) -> Any:
     """Returns the sums of the gradients of all slices.
 
     Args:
       grads: a tree of gradients [slices, *shape of the parameter].
-      before: a tree of the parameters' shardings. Each slice has split its gradients like the
-        parameters.
-      after: a tree of the shardings of the sums. A sharding in `after` may equal that in `before`,
-        so that each slice gets the whole sum, or also split one dimension over `slice`, so that
-        each slice gets a part of the sum.
+      param_shardings: a tree of the parameters' shardings. Each slice has split its gradients like
+        the parameters.
+      sum_shardings: a tree of the shardings of the sums. A sharding in `sum_shardings` may equal
+        that in `param_shardings`, so that each slice gets the whole sum, or also split one
+        dimension over `slice`, so that each slice gets a part of the sum.
       dtype: the dtype in which gradients cross the network between slices.
     """
     leaves, structure = jax.tree.flatten(grads)
-    before_specs = [sharding.spec for sharding in jax.tree.leaves(before)]
-    after_specs = [sharding.spec for sharding in jax.tree.leaves(after)]
+    before_specs = [sharding.spec for sharding in jax.tree.leaves(param_shardings)]
+    after_specs = [sharding.spec for sharding in jax.tree.leaves(sum_shardings)]
 
-    def add_up(parts):
+    def add_up(gradients):
         sums = []
-        for part, spec in zip(parts, after_specs):
-            own = part[0].astype(dtype)
+        for gradient, spec in zip(gradients, after_specs):
+            slice_gradient = gradient[0].astype(dtype)
             dims = [dim for dim, axes in enumerate(spec) if SLICE in (axes or ())]
             if dims:
-                total = jax.lax.psum_scatter(own, SLICE, scatter_dimension=dims[0], tiled=True)
+                total_gradient = jax.lax.psum_scatter(
+                    slice_gradient, SLICE, scatter_dimension=dims[0], tiled=True
+                )
             else:
-                total = jax.lax.psum(own, SLICE)
-            sums.append(total.astype(part.dtype))
+                total_gradient = jax.lax.psum(slice_gradient, SLICE)
+            sums.append(total_gradient.astype(gradient.dtype))
         return sums
 
     sums = jax.shard_map(
         add_up,
-        mesh=jax.tree.leaves(before)[0].mesh,
+        mesh=jax.tree.leaves(param_shardings)[0].mesh,
         in_specs=([P(SLICE, *spec) for spec in before_specs],),
         out_specs=after_specs,
         check_vma=False,

@@ -52,13 +52,13 @@ def count_costs(config: Config) -> Costs:
     )
 
 
-def parameters_or_flops_per_token(model: ModelConfig, sequence_length: int, what: str) -> float:
+def parameters_or_flops_per_token(model: ModelConfig, sequence_length: int, quantity: str) -> float:
     """Returns the number of parameters of a model, or its FLOPs per token (forward and backward).
 
     Args:
       sequence_length: number of tokens per row, on which the FLOPs depend.
-      what: the number to return: "parameters" or "flops".
+      quantity: the number to return: "parameters" or "flops".
     """
-    if what == "parameters":
+    if quantity == "parameters":
         return parameter_counts(model).total
     return flops_per_token(model, sequence_length)

@@ -422,12 +422,14 @@ def _steps_of_flops(config: Config, flops: float, where: str) -> int:
             "is: leave one of them out"
         )
     tokens = train.batch_size * train.sequence_length
-    of_step = tokens * parameters_or_flops_per_token(config.model, train.sequence_length, "flops")
-    steps = round(flops / of_step)
+    step_flops = tokens * parameters_or_flops_per_token(
+        config.model, train.sequence_length, "flops"
+    )
+    steps = round(flops / step_flops)
     if not steps:
         raise UserError(
-            f"{where}: one step has {of_step:.3g} FLOPs: expected a value of the axis 'flops' of "
-            "at least that, or fewer tokens a step"
+            f"{where}: one step has {step_flops:.3g} FLOPs: expected a value of the axis 'flops' "
+            "of at least that, or fewer tokens a step"
         )
     return steps
 

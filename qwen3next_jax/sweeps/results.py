@@ -1,7 +1,8 @@
 """Reads the results of a sweep's points from the folders of their runs, and writes findings:
 sentences that say which values on the x axis are best.
 
-Every number comes from the metrics.jsonl of a run, or is computed from the run's configuration.
+Every number of a result comes from the metrics.jsonl of a run, or is computed from the run's
+configuration.
 """
 
 import contextlib
@@ -386,11 +387,11 @@ def _worst_seed_value(spread: SeedSpread, sign: int) -> float:
     return min(spread.seed_values, key=lambda v: sign * v)
 
 
-def _values_with_means_text(values: Sequence[str], line: dict[str, SeedSpread]) -> str:
-    """Returns the names in `values`, each with the mean of the metric, as text: "a (1.2), b (1.3)
+def _values_with_means_text(x_values: Sequence[str], line: dict[str, SeedSpread]) -> str:
+    """Returns the names in `x_values`, each with the mean of the metric, as text: "a (1.2), b (1.3)
     and c (1.4)".
     """
-    parts = [f"{value} ({line[value].mean:.4g})" for value in values]
+    parts = [f"{value} ({line[value].mean:.4g})" for value in x_values]
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 

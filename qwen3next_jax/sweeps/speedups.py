@@ -72,8 +72,8 @@ def comparable_arms(sweep: Sweep, results: Sequence[PointResult], metric: str) -
             if axis not in (arms, budgets, *seeds)
         )
         name = f"{at[arms]} ({label})" if label else at[arms]
-        of_seed = groups.setdefault(label, {}).setdefault(name, {})
-        of_seed.setdefault(tuple(at[axis] for axis in seeds), []).append(result)
+        results_by_seed = groups.setdefault(label, {}).setdefault(name, {})
+        results_by_seed.setdefault(tuple(at[axis] for axis in seeds), []).append(result)
     return [
         [_make_arm(name, list(by_seed.values()), metric) for name, by_seed in by_arm.items()]
         for by_arm in groups.values()

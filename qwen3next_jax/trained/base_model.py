@@ -45,9 +45,9 @@ def find_adapter_base(workdir: str | pathlib.Path) -> pathlib.Path | BucketPath 
         if run_id(folder) != parent.run:
             return None
         record = read_record(folder)
-        theirs = record.read_config(folder).model
-        _require_same_vocabulary(folder, theirs.vocab_size, tokens)
-        if not theirs.lora.rank:
+        parent_model = record.read_config(folder).model
+        _require_same_vocabulary(folder, parent_model.vocab_size, tokens)
+        if not parent_model.lora.rank:
             return None
     if not record.source:
         return None
@@ -59,10 +59,12 @@ def find_adapter_base(workdir: str | pathlib.Path) -> pathlib.Path | BucketPath 
     return path
 
 
-def _require_same_vocabulary(base: pathlib.Path | BucketPath, theirs: int, ours: int) -> None:
+def _require_same_vocabulary(
+    base_path: pathlib.Path | BucketPath, base_size: int, run_size: int
+) -> None:
     require(
-        theirs == ours,
-        f"--adapter: the run has a vocabulary of {ours:,}, its base {base} one of {theirs:,}, so "
-        "PEFT would load the adapters beside an embedding without the new tokens: leave --adapter "
-        "out, which exports the merged weights",
+        base_size == run_size,
+        f"--adapter: the run has a vocabulary of {run_size:,}, its base {base_path} one of "
+        f"{base_size:,}, so PEFT would load the adapters beside an embedding without the new "
+        "tokens: leave --adapter out, which exports the merged weights",
     )

@@ -312,11 +312,11 @@ def _select_paths(params: dict, paths: Sequence[str]) -> dict:
 
 @jax.jit
 def _add_weighted_difference(
-    total: dict | None, weight: jax.Array, theirs: dict, base: dict
+    sum_so_far: dict | None, weight: jax.Array, params: dict, base: dict
 ) -> dict[str, jax.Array]:
-    """Returns total + weight · (theirs − base) for each array; a total of None counts as 0."""
-    difference = jax.tree.map(lambda a, b: weight.astype(a.dtype) * (a - b), theirs, base)
-    return difference if total is None else jax.tree.map(jnp.add, total, difference)
+    """Returns sum_so_far + weight · (params − base) for each array; None counts as 0."""
+    difference = jax.tree.map(lambda a, b: weight.astype(a.dtype) * (a - b), params, base)
+    return difference if sum_so_far is None else jax.tree.map(jnp.add, sum_so_far, difference)
 
 
 @jax.jit

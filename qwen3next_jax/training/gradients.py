@@ -111,15 +111,15 @@ def gradient_norms(run: ResolvedRun, params: dict, grads: Gradients) -> dict[str
 
 
 def _sum_gradients_over_slices(
-    part: "_GradientComputation", params: dict, batch: Batch, counts: Counts
+    computation: "_GradientComputation", params: dict, batch: Batch, counts: Counts
 ):
     """Computes gradients on each TPU slice from the slice's rows, and sums them over the slices.
     Returns (gradients, parts of the loss).
     """
-    run = part.run
+    run = computation.run
 
     def of_slice(*arguments):
-        main_and_parts, _ = part.gradients(*arguments)  # with slices there are no tables
+        main_and_parts, _ = computation.gradients(*arguments)  # with slices there are no tables
         return main_and_parts
 
     main, parts = on_each_slice(of_slice, run.mesh)(params, batch, counts)
@@ -179,9 +179,9 @@ class _GradientComputation:
 
         def loss_share(main: dict, looked_up: dict[int, jax.Array]):
             model = nnx.merge(self.run.graphdef, groups.replace_main_and_tables(params, main))
-            used = batch | {"layer_rows": looked_up} if looked_up else batch
+            loss_batch = batch | {"layer_rows": looked_up} if looked_up else batch
             return self.loss_function(
-                model, used, self.stage.train, counts=counts, load=load, mesh=mesh
+                model, loss_batch, self.stage.train, counts=counts, load=load, mesh=mesh
             )
 
         differentiate = jax.value_and_grad(loss_share, argnums=(0, 1), has_aux=True)

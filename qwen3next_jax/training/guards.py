@@ -29,7 +29,7 @@ NO_TARGETS = 16  # the batch had no token to predict
 
 # A z-score divides by the spread of the window. The spread counts as at least _MIN_RELATIVE_SPREAD
 # × max(|median|, m), where m is _MIN_LOSS for losses and _MIN_NORM for gradient norms. Without this
-# bound, every increase after a window of equal values would be a spike. Without m, tiny changes
+# bound, every increase after a window of equal values would be a spike. With m = 0, tiny changes
 # would be spikes once a task is solved and its losses and gradients are close to 0.
 _MIN_RELATIVE_SPREAD = 1e-3
 _MIN_LOSS, _MIN_NORM = 1.0, 1e-3

@@ -65,9 +65,9 @@ def look_up_batch_rows(
         ids[number] = model.ple.embedding_class().ngram_ids(
             model, number, batch["tokens"], positions
         )
-        table, of_table = leaf_at(params, path)[0], _declaration_at(model, path)
+        table, declaration = leaf_at(params, path)[0], _declaration_at(model, path)
         rows[number] = row_tables.look_up_rows(
-            table, ids[number], of_table, mesh, dtype=model.dtype
+            table, ids[number], declaration, mesh, dtype=model.dtype
         )
     return ids, rows
 
@@ -114,13 +114,13 @@ def update(
       skip: bool, whether to change nothing.
     """
     for path, number in tables.items():
-        gradient, of_table = gradients[number], _declaration_at(model, path)
+        gradient, declaration = gradients[number], _declaration_at(model, path)
         scale = jnp.ones(())
         if config.clip_norm:
             scale = jnp.minimum(
                 scale, config.clip_norm / (table_gradient_norm({number: gradient}) + 1e-30)
             )
-        decay = config.weight_decay if of_table.decays(config.decay_norm_weights) else 0.0
+        decay = config.weight_decay if declaration.decays(config.decay_norm_weights) else 0.0
 
         def write(arrays, row_P, d_PW, scale, learning_rate, skip):
             w_PW, mu_PW, nu_PW, count_P1 = old = tuple(
@@ -144,7 +144,7 @@ def update(
             tuple(leaf_at(tree, path)[0] for tree in trees),
             gradient.row_ids,
             gradient.row_gradients,
-            of_table,
+            declaration,
             mesh,
             write,
             (scale, learning_rate, skip),

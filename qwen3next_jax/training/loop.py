@@ -347,8 +347,8 @@ class Trainer:
 
     def _call_due_hooks(self, due: Sequence[RegisteredHook], info: StepInfo) -> None:
         for registered in due:  # one of them may stop the run
-            now = dataclasses.replace(info, stopping=self._stopping)
-            self._call_hook(registered, registered.hook, info.step, now)
+            current_info = dataclasses.replace(info, stopping=self._stopping)
+            self._call_hook(registered, registered.hook, info.step, current_info)
 
     def _trace_step(self, step: int, state: State, batch: Batch) -> None:
         """Traces the stage's update step, and calls `step_traced` of all hooks with the chosen

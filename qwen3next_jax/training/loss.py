@@ -168,9 +168,9 @@ def total_loss(
         the rows of n-gram embedding tables that were looked up before (`Context.embedding_rows`).
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
-      load: [L, E] `expert_load` of the whole batch. If `load` is None, the load is computed from
-        `batch`, which then has to be the whole batch, or all rows of the batch that this TPU slice
-        has. For a micro-batch, `load` may be None if `train.balance_loss_weight` is 0.
+      load: [L, E] `expert_load` of the whole batch; None: the load is computed from `batch`. With
+        None, `batch` must be the whole batch (with several TPU slices: all rows of this slice), or
+        `train.balance_loss_weight` must be 0.
       mesh: the devices that share the batch; None: one device.
 
     Returns:

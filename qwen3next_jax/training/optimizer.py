@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 # A number, or an array that can be broadcast to a parameter.
 Scale = float | np.ndarray
@@ -74,7 +74,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
 
 def make_optimizer(
     config: OptimizerConfig,
-    parameters: Mapping[str, Declared],
+    parameters: Mapping[str, ParameterDeclaration],
     schedule: optax.Schedule,
     mesh: Mesh | None = None,
     learning_rate_factors: Mapping[str, Scale] = {},
@@ -84,12 +84,12 @@ def make_optimizer(
     that `config.name` names, decoupled weight decay, and the learning rate.
 
     Each optimizer of the registry is a function of (config, declarations of parameters, mesh). It
-    returns the optax transformation from clipped gradients to the update direction, which stands
-    before weight decay. The state of the returned transformation may hold two sorts of arrays:
-    scalars, such as a count of updates, which every device has; and arrays that belong to one
-    parameter each. An array that belongs to a parameter must have the parameter's shape, and its
-    path in the state must end in the parameter's path. `sharding.rules.tree_shardings` then shards
-    the array like the parameter.
+    returns the optax transformation from clipped gradients to the update direction, to which weight
+    decay is added afterwards. The state of the returned transformation may hold two sorts of
+    arrays: scalars, such as a count of updates, which every device has; and arrays that belong to
+    one parameter each. An array that belongs to a parameter must have the parameter's shape, and
+    its path in the state must end in the parameter's path. `sharding.rules.tree_shardings` then
+    shards the array like the parameter.
 
     Args:
       config: the settings of the optimizer.
@@ -131,9 +131,9 @@ def _decoupled_weight_decay(
     weight_decay: float, weight_decays: Mapping[str, Scale]
 ) -> optax.GradientTransformation:
     """Returns decoupled weight decay, with the state of `optax.add_decayed_weights`."""
-    same = optax.add_decayed_weights(weight_decay)
+    same_for_all = optax.add_decayed_weights(weight_decay)
     if not weight_decays:
-        return same
+        return same_for_all
 
     def update(updates, state, params=None):
         def decayed(path, update, param):
@@ -141,7 +141,7 @@ def _decoupled_weight_decay(
 
         return jax.tree_util.tree_map_with_path(decayed, updates, params), state
 
-    return optax.GradientTransformation(same.init, update)
+    return optax.GradientTransformation(same_for_all.init, update)
 
 
 def _scale_updates(
@@ -166,7 +166,7 @@ def _scale_updates(
 
 
 def _clip_by_global_norm(
-    norm: float, parameters: Mapping[str, Declared]
+    norm: float, parameters: Mapping[str, ParameterDeclaration]
 ) -> optax.GradientTransformation:
     """Returns the transformation that clips gradients by their global norm. The indexers of sparse
     attention and all other parameters are clipped separately, each group by its own norm. With one

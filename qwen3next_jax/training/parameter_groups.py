@@ -26,7 +26,7 @@ from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig, ParameterGroup
 from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 from qwen3next_jax.model.selection import (
     ParameterChoice,
     broadcast_to_parameter,
@@ -62,7 +62,7 @@ class ParameterGroups:
         and there are no groups.
     """
 
-    main_parameters: Mapping[str, Declared]
+    main_parameters: Mapping[str, ParameterDeclaration]
     lazy_adamw_tables: Mapping[tuple[str | int, ...], int]
     frozen_paths: frozenset[str]
     trained_layers_by_stack: Mapping[str, np.ndarray]
@@ -75,7 +75,7 @@ class ParameterGroups:
     def select_main_group(self, tree: dict) -> dict:
         """Returns the arrays of the main group from `tree`, a tree of all parameters."""
 
-        def of_main(path, leaf):
+        def select(path, leaf):
             if path not in self.main_parameters:
                 return None
             return (
@@ -84,11 +84,13 @@ class ParameterGroups:
                 else leaf
             )
 
-        return map_leaves(of_main, tree)
+        return map_leaves(select, tree)
 
     def select_lazy_adamw_tables(self, tree: dict) -> dict:
         """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
-        return map_leaves(lambda path, leaf: leaf if path in self._table_paths else None, tree)
+        return map_leaves(
+            lambda path, leaf: leaf if path in self._lazy_adamw_table_paths else None, tree
+        )
 
     def scale_initial_params(self, params: dict) -> dict:
         """Returns the random initial parameters `params`, multiplied by `init_scale_factors`."""
@@ -126,7 +128,7 @@ class ParameterGroups:
         def filled(path, leaf):
             if path in self.trained_layers_by_stack:
                 return jnp.zeros_like(leaf).at[self.trained_layers_by_stack[path]].set(main[path])
-            if path in main or path in self._table_paths:
+            if path in main or path in self._lazy_adamw_table_paths:
                 return main.get(path)
             return jnp.zeros((*leaf.shape[:1], *(1,) * (leaf.ndim - 1)), leaf.dtype)
 
@@ -161,7 +163,7 @@ class ParameterGroups:
         return map_leaves(kept, after)
 
     @property
-    def _table_paths(self) -> set[str]:
+    def _lazy_adamw_table_paths(self) -> set[str]:
         return {_slash_path(path) for path in self.lazy_adamw_tables}
 
 
@@ -208,19 +210,19 @@ def make_parameter_groups(
     main, trained_layers_by_stack, frozen_element_masks = _main_group_and_frozen_parts(
         parameters, frozen, table_paths
     )
-    numbers, of_groups = _group_numbers_and_summary_lines(
+    group_numbers, group_lines = _group_numbers_and_summary_lines(
         model, parameters, optimizer.groups, frozen, table_paths
     )
-    numbers = {
+    group_numbers = {
         path: cells[trained_layers_by_stack[path]] if path in trained_layers_by_stack else cells
-        for path, cells in numbers.items()
+        for path, cells in group_numbers.items()
     }
     scaling = scaling_factors(model, optimizer, parameters)
     factors = {path: scale.learning_rate for path, scale in scaling.items() if path in main}
     learning_rate_factors, weight_decays = _learning_rate_factors_and_weight_decays(
-        main, optimizer, numbers, factors
+        main, optimizer, group_numbers, factors
     )
-    lines += of_groups
+    lines += group_lines
     if lines:
         trained = sum(
             ParameterChoice(~cells, parameters[path]).element_count
@@ -242,10 +244,10 @@ def make_parameter_groups(
 
 
 def _main_group_and_frozen_parts(
-    parameters: Mapping[str, Declared],
+    parameters: Mapping[str, ParameterDeclaration],
     frozen: Mapping[str, np.ndarray],
     table_paths: Container[str],
-) -> tuple[dict[str, Declared], dict[str, np.ndarray], dict[str, np.ndarray]]:
+) -> tuple[dict[str, ParameterDeclaration], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns the attributes `main_parameters`, `trained_layers_by_stack` and
     `frozen_element_masks` of `ParameterGroups`.
     """
@@ -264,9 +266,9 @@ def _main_group_and_frozen_parts(
 
 
 def _learning_rate_factors_and_weight_decays(
-    main: Mapping[str, Declared],
+    main: Mapping[str, ParameterDeclaration],
     optimizer: OptimizerConfig,
-    numbers: Mapping[str, np.ndarray],
+    group_numbers: Mapping[str, np.ndarray],
     scaling: Mapping[str, float],
 ) -> tuple[dict[str, Scale], dict[str, Scale]]:
     """Returns the attributes `learning_rate_factors` and `weight_decays` of `ParameterGroups`.
@@ -274,19 +276,20 @@ def _learning_rate_factors_and_weight_decays(
     Args:
       main: the declarations of the main group.
       optimizer: the settings of the optimizer.
-      numbers: path → the group numbers of the trained layers (from
+      group_numbers: path → the group numbers of the trained layers (from
         `_group_numbers_and_summary_lines`).
       scaling: path → the factor of the learning rate that `optimizer.scaling` asks for.
     """
-    rates, values = [1.0], [optimizer.weight_decay]
+    factors_by_group, decays_by_group = [1.0], [optimizer.weight_decay]
     for group in optimizer.groups:
-        rates.append(group.learning_rate_factor)
-        own = group.weight_decay
-        values.append(optimizer.weight_decay if own is None else own)
+        factors_by_group.append(group.learning_rate_factor)
+        group_decay = group.weight_decay
+        decays_by_group.append(optimizer.weight_decay if group_decay is None else group_decay)
     factors, decays = {}, {}
-    for path, cells in numbers.items():
+    for path, cells in group_numbers.items():
         factor, decay = (
-            _value_per_element(main[path], cells, of_group) for of_group in (rates, values)
+            _value_per_element(main[path], cells, by_group_number)
+            for by_group_number in (factors_by_group, decays_by_group)
         )
         if np.any(factor != 1.0):
             factors[path] = factor
@@ -299,7 +302,7 @@ def _learning_rate_factors_and_weight_decays(
 
 
 def _frozen_masks_and_summary_lines(
-    model: ModelConfig, parameters: Mapping[str, Declared], freeze: Sequence[str]
+    model: ModelConfig, parameters: Mapping[str, ParameterDeclaration], freeze: Sequence[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Returns (path of every parameter → bool [layers, parts], true where it is frozen; one line
     for the terminal for each entry of `freeze`).
@@ -321,7 +324,9 @@ def _frozen_masks_and_summary_lines(
 
 
 def _freeze_all_but_adapters(
-    model: ModelConfig, parameters: Mapping[str, Declared], frozen: dict[str, np.ndarray]
+    model: ModelConfig,
+    parameters: Mapping[str, ParameterDeclaration],
+    frozen: dict[str, np.ndarray],
 ) -> str:
     """Marks all parameters but the adapters as frozen, in the arrays of `frozen`. Returns a line
     for the terminal that describes the adapters.
@@ -366,7 +371,7 @@ def _unfrozen_lazy_adamw_tables(
 
 def _group_numbers_and_summary_lines(
     model: ModelConfig,
-    parameters: Mapping[str, Declared],
+    parameters: Mapping[str, ParameterDeclaration],
     groups: Sequence[ParameterGroup],
     frozen: Mapping[str, np.ndarray],
     table_paths: Container[str],
@@ -375,7 +380,7 @@ def _group_numbers_and_summary_lines(
     terminal for each group). A group number is 1 + the index of the group in `optimizer.groups`, or
     0 for no group. Parameters in no group, or frozen as a whole, are left out.
     """
-    numbers, lines = {}, []
+    group_numbers, lines = {}, []
     for i, group in enumerate(groups):
         setting = f"optimizer.groups[{i}].parameters"
         where = f"{setting} = {group.parameters!r}"
@@ -393,38 +398,44 @@ def _group_numbers_and_summary_lines(
             f"{where}: everything that it chooses is frozen (train.freeze): leave the group out",
         )
         for path, choice in choices.items():
-            of_path = numbers.setdefault(path, np.zeros(choice.chosen_layer_parts.shape, int))
+            part_numbers = group_numbers.setdefault(
+                path, np.zeros(choice.chosen_layer_parts.shape, int)
+            )
             require(
                 path not in table_paths,
                 f"{where}: it chooses {path}, which lazy AdamW updates with one rate for all rows: "
                 "choose others, or set optimizer.ngram_table = 'adamw'",
             )
-            others = of_path[choice.chosen_layer_parts]
+            others = part_numbers[choice.chosen_layer_parts]
             require(
                 not others.any(),
                 f"{where}: {path} is in optimizer.groups[{others.max(initial=1) - 1}] too: choose "
                 "it once",
             )
-            of_path[choice.chosen_layer_parts] = i + 1
+            part_numbers[choice.chosen_layer_parts] = i + 1
         decay = group.weight_decay
         effect = f"learning rate × {group.learning_rate_factor:g}"
         effect += "" if decay is None else f", weight decay {decay:g}"
         lines.append(_describe_choice(f"{where}, {effect}", choices))
-    return {path: of for path, of in numbers.items() if not frozen[path].all()}, lines
+    return {
+        path: part_numbers for path, part_numbers in group_numbers.items() if not frozen[path].all()
+    }, lines
 
 
-def _value_per_element(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) -> Scale:
+def _value_per_element(
+    parameter: ParameterDeclaration, numbers: np.ndarray, values: Sequence[float]
+) -> Scale:
     """Returns the value for each element of a parameter: a number if all are equal, otherwise an
     array that can be broadcast to the parameter. `numbers` [layers, parts] are indices into
     `values`.
     """
-    of_cells = np.asarray(values, np.float32)[numbers]
+    values_of_parts = np.asarray(values, np.float32)[numbers]
     if (numbers == numbers.flat[0]).all():
         return float(values[numbers.flat[0]])
-    return broadcast_to_parameter(parameter, of_cells)
+    return broadcast_to_parameter(parameter, values_of_parts)
 
 
-def _describe_choice(what: str, choices: Mapping[str, ParameterChoice]) -> str:
+def _describe_choice(setting: str, choices: Mapping[str, ParameterChoice]) -> str:
     """Returns a line for the terminal: the setting and the parameters that it chooses."""
     names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
     listed = ", ".join(names[:NAMES_SHOWN])
@@ -432,7 +443,7 @@ def _describe_choice(what: str, choices: Mapping[str, ParameterChoice]) -> str:
         listed += ", …"
     size = sum(choice.element_count for choice in choices.values())
     arrays = "1 array" if len(names) == 1 else f"{len(names)} arrays"
-    return f"{what}: {size:,} numbers in {arrays} ({listed})"
+    return f"{setting}: {size:,} numbers in {arrays} ({listed})"
 
 
 def _slash_path(path: tuple[str | int, ...]) -> str:

@@ -39,7 +39,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.model import parameter_declarations
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 # Logical axes whose sizes grow with the width of the model. A dimension without an axis grows if it
 # is larger in a model whose `hidden_size` is larger, and all else equal.
@@ -64,7 +64,7 @@ class ScalingFactors(NamedTuple):
 
 
 def scaling_factors(
-    model: ModelConfig, optimizer: OptimizerConfig, parameters: Mapping[str, Declared]
+    model: ModelConfig, optimizer: OptimizerConfig, parameters: Mapping[str, ParameterDeclaration]
 ) -> dict[str, ScalingFactors]:
     """Returns path of a parameter → its factors, for the parameters whose factors are not both 1.
 
@@ -86,41 +86,45 @@ def scaling_factors(
     wider = parameter_declarations(dataclasses.replace(model, hidden_size=2 * model.hidden_size))
     found = {}
     for path, parameter in parameters.items():
-        of_in, of_out = (
+        input_growth, output_growth = (
             width if _grows_with_width(parameter, wider[path], letter) else 1.0 for letter in "io"
         )
         residual = depth if _writes_to_residual(path, parameter) else 1.0
         factors = ScalingFactors(
-            init_scale=1 / (math.sqrt(of_in) if of_out == of_in else of_in) / residual,
-            learning_rate=rate_over_width(parameter, of_in, of_out) / residual,
+            init_scale=1
+            / (math.sqrt(input_growth) if output_growth == input_growth else input_growth)
+            / residual,
+            learning_rate=rate_over_width(parameter, input_growth, output_growth) / residual,
         )
         if factors != ScalingFactors():
             found[path] = factors
     return found
 
 
-def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool:
-    """Whether a dimension of the parameter with the letter `letter` (`Declared.dim_roles`) grows
-    with the width of the model. `wider`: the declaration of the same parameter in a model that is
-    wider and otherwise equal.
+def _grows_with_width(
+    parameter: ParameterDeclaration, wider: ParameterDeclaration, letter: str
+) -> bool:
+    """Whether a dimension of the parameter with the letter `letter`
+    (`ParameterDeclaration.dim_roles`) grows with the width of the model. `wider`: the declaration
+    of the same parameter in a model that is wider and otherwise equal.
     """
     return any(
-        axis in GROWING or not axis and size != of_wider
-        for size, of_wider, axis, own in zip(
+        axis in GROWING or not axis and size != wider_size
+        for size, wider_size, axis, role in zip(
             parameter.shape, wider.shape, parameter.axes, parameter.dim_roles
         )
-        if own == letter
+        if role == letter
     )
 
 
-def _writes_to_residual(path: str, parameter: Declared) -> bool:
+def _writes_to_residual(path: str, parameter: ParameterDeclaration) -> bool:
     """Whether the parameter is the last matrix of a mixer or an MLP of the trunk."""
     return path.startswith("layers/") and parameter.writes_to_residual
 
 
 def _find_rate_over_width(
     model: ModelConfig, optimizer: OptimizerConfig
-) -> Callable[[Declared, float, float], float]:
+) -> Callable[[ParameterDeclaration, float, float], float]:
     """Returns the function `rate_over_width` of the optimizer's module: (parameter, factor by which
     its input dimensions have grown, factor by which its output dimensions have grown) → factor of
     the learning rate.

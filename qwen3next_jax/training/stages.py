@@ -446,14 +446,16 @@ def data_offset_after_rewind(
     return -(-(data_offset * sizes[-1] + sum(sizes[1:])) // sizes[0])
 
 
-def data_offset_in_next_stage(data_offset: int, before: DataCursor, now: DataCursor) -> int:
+def data_offset_in_next_stage(
+    data_offset: int, previous_cursor: DataCursor, next_cursor: DataCursor
+) -> int:
     """Computes the `data_offset` with which a stage begins, so that the stage reads no row that a
     rewind has skipped.
 
     Args:
       data_offset: the data offset at the end of the previous stage, in batches of that stage.
-      before: the cursor of the previous stage.
-      now: the cursor of the stage that begins.
+      previous_cursor: the cursor of the previous stage.
+      next_cursor: the cursor of the stage that begins.
     """
-    batches = -(-data_offset * before.batch_size // now.batch_size)
-    return batches if before.fingerprint == now.fingerprint else max(batches, 0)
+    batches = -(-data_offset * previous_cursor.batch_size // next_cursor.batch_size)
+    return batches if previous_cursor.fingerprint == next_cursor.fingerprint else max(batches, 0)

@@ -162,12 +162,14 @@ def _init_opt_state(config: OptimizerConfig, groups: ParameterGroups, params: di
     return join_opt_state(optimizer.init(groups.select_main_group(params)), tables_state, groups)
 
 
-def join_opt_state(main: Any, tables: dict, groups: ParameterGroups) -> Any:
+def join_opt_state(main_state: Any, tables_state: dict, groups: ParameterGroups) -> Any:
     """Returns the entry "opt_state" of the train state. If lazy AdamW updates tables, the entry is
     a dict of "tables", the state of lazy AdamW, and "others", the state of the main optimizer. If
     lazy AdamW updates no tables, "opt_state" is the state of the main optimizer.
     """
-    return {"others": main, "tables": tables} if groups.lazy_adamw_tables else main
+    return (
+        {"others": main_state, "tables": tables_state} if groups.lazy_adamw_tables else main_state
+    )
 
 
 def split_opt_state(opt_state: Any, groups: ParameterGroups) -> tuple[Any, dict]:

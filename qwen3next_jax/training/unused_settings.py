@@ -159,14 +159,14 @@ def find_unused_by_mixers_and_evals(config: Config) -> dict[str, str]:
     return unused
 
 
-Finder = Callable[[Config], dict[str, str]]
+UnusedSettingsFinder = Callable[[Config], dict[str, str]]
 
 
 def check_effect_and_targets(
     config: Config,
     user_input: UserInput | None,
-    resumed: Config | None = None,
-    find: Finder = find_unused,
+    resumed_config: Config | None = None,
+    find: UnusedSettingsFinder = find_unused,
 ) -> None:
     """Checks that a run has tokens to train on, and that the user's settings have an effect. In a
     resumed run, settings without effect are allowed if run.json has them with the same values.
@@ -174,7 +174,7 @@ def check_effect_and_targets(
     Args:
       config: the configuration of the run.
       user_input: the settings that the user gave; None if settings without effect are allowed.
-      resumed: the configuration in run.json of a resumed run; None: the run is new.
+      resumed_config: the configuration in run.json of a resumed run; None: the run is new.
       find: the function that finds settings without effect: `find_unused` or
         `find_unused_by_mixers_and_evals`.
 
@@ -182,17 +182,17 @@ def check_effect_and_targets(
       UserError: a setting has no effect, or there are no tokens to train on. The message names the
         setting, or the reason why there are no tokens.
     """
-    check_tokens_to_train_on(config, resumed)
+    check_tokens_to_train_on(config, resumed_config)
     if user_input is None:
         return
     settings = settings_by_name(config)
-    recorded = settings_by_name(resumed) if resumed else {}
+    recorded = settings_by_name(resumed_config) if resumed_config else {}
     for name, message in find_unused_given_by_user(config, user_input, find).items():
         require(name in recorded and recorded[name] == settings[name], message)
 
 
 def find_unused_given_by_user(
-    config: Config, user_input: UserInput, find: Finder
+    config: Config, user_input: UserInput, find: UnusedSettingsFinder
 ) -> dict[str, str]:
     """Returns setting → error message, for settings that the user gave and that have no effect on a
     run of `config`. Settings that have their default value are left out.
@@ -219,13 +219,13 @@ def find_unused_given_by_user(
     return messages
 
 
-def check_tokens_to_train_on(config: Config, resumed: Config | None = None) -> None:
+def check_tokens_to_train_on(config: Config, resumed_config: Config | None = None) -> None:
     """Checks that `data.path` is "" or names files, and that every row has tokens to predict.
 
     Args:
       config: the configuration of the run.
-      resumed: the configuration in run.json of a resumed run, whose settings are allowed; None: the
-        run is new.
+      resumed_config: the configuration in run.json of a resumed run, whose settings are allowed;
+        None: the run is new.
 
     Raises:
       UserError: `data.path` names no file; or a mixer's mask shows a prefix to all tokens that is
@@ -233,12 +233,12 @@ def check_tokens_to_train_on(config: Config, resumed: Config | None = None) -> N
     """
     data = config.data
     require(
-        bool(data.sources) or bool(resumed and resumed.data.path == data.path),
+        bool(data.sources) or bool(resumed_config and resumed_config.data.path == data.path),
         f"data.path = {data.path!r}: it names no file: expected comma-separated globs, or '' for "
         "Python's standard library",
     )
     mixer = config.model.mixer
-    if not mixer or (resumed and resumed.model.mixer == mixer):
+    if not mixer or (resumed_config and resumed_config.model.mixer == mixer):
         return
     # This import loads JAX, so it happens only if mixers have settings.
     from qwen3next_jax.model.visible_targets import check_rows_exceed_prefix
@@ -260,19 +260,19 @@ def settings_by_name(config: Config) -> dict[str, Any]:
 
 
 def _unused_in_stages(
-    stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
+    stages: Sequence[Stage], resolved_stages: Sequence[ResolvedStage], no_weights: str | None
 ) -> dict[str, str]:
     """Returns setting → reason, for settings in `train.stages` that have no effect on their stage,
     and for settings of the run that have no effect on any stage.
 
     Args:
       stages: `train.stages`.
-      resolved: the stages with the values of all their settings; the whole run as one stage if
-        `stages` is empty.
+      resolved_stages: the stages with the values of all their settings; the whole run as one stage
+        if `stages` is empty.
       no_weights: the reason why `data.weights` has no effect; None if it has one.
     """
     unused = {}
-    for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):
+    for i, (stage, resolved_stage) in enumerate(zip(stages, resolved_stages)):
         why = _unused_by_schedule(resolved_stage.optimizer)
         if no_weights:
             why["weights"] = no_weights
@@ -281,14 +281,16 @@ def _unused_in_stages(
             for name in why
             if getattr(stage, name) is not None
         }
-    by_first_step = {one.steps_before: stage for one, stage in zip(resolved, stages)}
+    by_first_step = {
+        resolved.steps_before: stage for resolved, stage in zip(resolved_stages, stages)
+    }
     for group, names in STAGE_SETTINGS.items():
         for name in names:
             # `readers` are the stages that use the run's value. The stage with which a
             # learning-rate schedule begins sets the optimizer's settings for all stages of that
             # schedule.
             readers = []
-            for one in resolved:
+            for one in resolved_stages:
                 begin = one.schedule_start if group == "optimizer" else one.steps_before
                 if not stages or getattr(by_first_step[begin], name) is None:
                     readers.append(one)

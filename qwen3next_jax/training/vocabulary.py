@@ -41,13 +41,13 @@ def resize_abstract_vocabulary(params: dict, model: ModelConfig, vocab_size: int
     return jax.tree_util.tree_map_with_path(resize, params)
 
 
-def grow_vocabulary(params: dict, like: dict, model: ModelConfig) -> dict:
+def grow_vocabulary(params: dict, grown: dict, model: ModelConfig) -> dict:
     """Returns parameters with a row for each new token of a vocabulary: the mean of the rows of the
     old tokens.
 
     Args:
       params: the parameters.
-      like: the parameters of `model`, as `jax.ShapeDtypeStruct`s with shardings.
+      grown: the shapes, dtypes and shardings of the result, as `jax.ShapeDtypeStruct`s.
       model: the settings of the model with the larger vocabulary.
     """
     declarations = parameter_declarations(model)
@@ -59,7 +59,7 @@ def grow_vocabulary(params: dict, like: dict, model: ModelConfig) -> dict:
         rows = wanted.shape[axis] - leaf.shape[axis]
         return _make_append_mean_rows(wanted.sharding, axis, rows)(leaf)
 
-    return jax.tree_util.tree_map_with_path(grow, params, like)
+    return jax.tree_util.tree_map_with_path(grow, params, grown)
 
 
 def _make_append_mean_rows(sharding: NamedSharding, axis: int, rows: int) -> Any:

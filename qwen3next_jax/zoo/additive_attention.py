@@ -34,7 +34,7 @@ class Bahdanau(Mixer):
 
     cache_kind = "slots"
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.q_proj = make.matrix((d, n, k), "embed -> query_heads head_width")

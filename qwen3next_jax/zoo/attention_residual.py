@@ -93,7 +93,7 @@ class DepthMultiTokenPrediction(MultiTokenPrediction):
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)
-        self.block.layers = (0,)
+        self.block.layer_indices = (0,)
 
     def join_state_and_embedding(self, hidden_BTD, embedded_BTD, context):
         return super().join_state_and_embedding(hidden_BTD, embedded_BTD, context)[
@@ -106,7 +106,7 @@ class AttentionResidual(Block):
 
     multi_token_prediction = DepthMultiTokenPrediction
 
-    def __init__(self, config, mixer, sparse, make, layers):
+    def __init__(self, config, mixer, sparse, make, layer_indices):
         size = config.streams.block_layers
         require(
             size <= config.num_hidden_layers,
@@ -120,23 +120,23 @@ class AttentionResidual(Block):
             f"{config.block.placement!r}: a layer has no single residual stream to which it could "
             "add an embedding: expected (), or another placement",
         )
-        super().__init__(config, mixer, sparse, make, layers)
-        self.layers = layers
+        super().__init__(config, mixer, sparse, make, layer_indices)
+        self.layer_indices = layer_indices
 
     def make_norm(self, make):
         return DepthAttention(self.config, make)
 
     def input_and_add_output(self, v_BTE, part, context):
         size, d = self.config.streams.block_layers, self.config.hidden_size
-        layer = jnp.array(self.layers)[context.layer_in_stack]
-        own = layer // size + 1  # the number of the layer's block
-        visible = own + 1
+        layer = jnp.array(self.layer_indices)[context.layer_in_stack]
+        own_block = layer // size + 1  # the number of the layer's block
+        visible = own_block + 1
         if part == "mixer":
-            visible = jnp.where(layer % size == 0, own, own + 1)
+            visible = jnp.where(layer % size == 0, own_block, own_block + 1)
 
         def add(y_BTD):
-            sum_BTD = jax.lax.dynamic_slice_in_dim(v_BTE, own * d, d, axis=-1) + y_BTD
-            return jax.lax.dynamic_update_slice_in_dim(v_BTE, sum_BTD, own * d, axis=-1)
+            sum_BTD = jax.lax.dynamic_slice_in_dim(v_BTE, own_block * d, d, axis=-1) + y_BTD
+            return jax.lax.dynamic_update_slice_in_dim(v_BTE, sum_BTD, own_block * d, axis=-1)
 
         return getattr(self, f"{part}_norm")(v_BTE, visible), add
 
@@ -161,15 +161,15 @@ class AttentionResidual(Block):
         return sum(jnp.split(v_BTE, v_BTE.shape[-1] // config.hidden_size, axis=-1))
 
     @staticmethod
-    def residual_flops(config, layers):
+    def residual_flops(config, num_layers):
         """Counts the FLOPs of the scores and of the weighted means: 4 D FLOPs, with the model width
         D, for each source that a mixer, an MLP or the head reads.
         """
         size = config.streams.block_layers
-        read = 1 + -(-layers // size)  # by the head
-        for layer in range(layers):
-            own = layer // size + 1
-            read += own + (layer % size > 0) + own + 1
+        read = 1 + -(-num_layers // size)  # by the head
+        for layer in range(num_layers):
+            own_block = layer // size + 1
+            read += own_block + (layer % size > 0) + own_block + 1
         return 4.0 * config.hidden_size * read
 
 

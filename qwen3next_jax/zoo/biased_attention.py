@@ -39,8 +39,8 @@ class SinkAttention(BiasedProjections, PairAttention):
 
     loads_weights_of = None
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         self.sink = make.parameter(
             jnp.zeros, (config.num_attention_heads,), "query_heads", kind="rate"
         )

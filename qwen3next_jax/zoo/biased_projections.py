@@ -25,8 +25,8 @@ class BiasedProjections(GatedAttention):
         # ("qkv"), or these and the output projection ("qkvo")
         attention_bias: Literal["none", "qkv", "qkvo"] = "none"
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         c, biased = config, self.settings(config).attention_bias
         gate_width = c.head_dim if c.attention_output_gate else 0
         if biased != "none":

@@ -117,8 +117,8 @@ class OlmoHybridNorm(Block):
     attention if its mixer is a `GatedAttention`, or if the mixer's cache grows with the text.
     """
 
-    def __init__(self, config, mixer, sparse, make, layers):
-        super().__init__(config, mixer, sparse, make, layers)
+    def __init__(self, config, mixer, sparse, make, layer_indices):
+        super().__init__(config, mixer, sparse, make, layer_indices)
         self.norms_outputs = (
             isinstance(self.mixer, GatedAttention) or self.mixer.cache_kind == "slots"
         )
@@ -135,8 +135,8 @@ class SandwichNorm(Block):
     mixer or MLP f (CogView, 2105.13290; Gemma 3).
     """
 
-    def __init__(self, config, mixer, sparse, make, layers):
-        super().__init__(config, mixer, sparse, make, layers)
+    def __init__(self, config, mixer, sparse, make, layer_indices):
+        super().__init__(config, mixer, sparse, make, layer_indices)
         self.after_mixer_norm = make.norm(config.hidden_size)
         self.after_mlp_norm = make.norm(config.hidden_size)
 
@@ -152,8 +152,8 @@ class DeepNorm(PostNorm):
     by β.
     """
 
-    def __init__(self, config, mixer, sparse, make, layers):
-        super().__init__(config, mixer, sparse, make, layers)
+    def __init__(self, config, mixer, sparse, make, layer_indices):
+        super().__init__(config, mixer, sparse, make, layer_indices)
         self.alpha = (2 * config.num_hidden_layers) ** 0.25
         beta = (8 * config.num_hidden_layers) ** -0.25
         names = ("v_proj", "value_proj", "o_proj", "out_proj")

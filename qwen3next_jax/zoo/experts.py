@@ -55,14 +55,14 @@ def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, ke
       dtype, in_tiles, few_tokens, keep_hidden: ignored; the caller passes the same arguments to
         every class of experts.
     """
-    of_one_layer = functools.partial(
+    run_one_layer = functools.partial(
         sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))
     )
 
     def run(x_RD, weight_RA, expert_RA, *experts):
         if layer is not None:
             experts = [weight[layer] for weight in experts]
-        return of_one_layer(x_RD, weight_RA, expert_RA, *experts)
+        return run_one_layer(x_RD, weight_RA, expert_RA, *experts)
 
     if num_shards(mesh, EXPERT) == 1:
         return run
@@ -229,12 +229,12 @@ def experts_reference(config, params, x):
     weight = c.routed_scaling_factor * weight / jnp.sum(weight, axis=-1, keepdims=True)
     y = 0
     for e in range(config.num_experts):
-        own = {
+        expert = {
             name.removeprefix("expert_"): parameter[e]
             for name, parameter in params.items()
             if name.startswith("expert_")
         }
-        y = y + weight[:, e, None] * _expert_reference(c.experts, own, x)
+        y = y + weight[:, e, None] * _expert_reference(c.experts, expert, x)
     if config.shared_expert_intermediate_size:
         shared = {
             name.removeprefix("shared_"): parameter

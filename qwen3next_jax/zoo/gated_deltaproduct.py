@@ -128,8 +128,8 @@ def _zeros_at_other_writes(x: jax.Array, write: int, n: int) -> jax.Array:
     """Expands x [B, T, …] to n entries for each token, [B, n T, …]. Entry number `write` (from 0)
     of a token is the token's entry of x; all other entries are zeros.
     """
-    others = [(0, 0), (0, 0), (write, n - 1 - write)] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x[:, :, None], others).reshape(x.shape[0], -1, *x.shape[2:])
+    padding = [(0, 0), (0, 0), (write, n - 1 - write)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x[:, :, None], padding).reshape(x.shape[0], -1, *x.shape[2:])
 
 
 def gated_deltaproduct_reference(config, params, x):

@@ -63,7 +63,7 @@ class GLA(ChannelDecayMixer):
     output gate is a SiLU.
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         self.make_projection(make)
         self.decay_down, self.decay_up = make_low_rank_projection(
@@ -102,10 +102,10 @@ class HGRN2(ChannelDecayMixer):
     multi-token prediction module counts as the last layer.
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         shape = (c.linear_num_key_heads, c.linear_key_head_dim)
-        bound = jnp.maximum(jnp.asarray(layers) / c.num_hidden_layers, 0.01).reshape(
+        bound = jnp.maximum(jnp.asarray(layer_indices) / c.num_hidden_layers, 0.01).reshape(
             *make.stack_shape, 1, 1
         )
         self.make_projection(make, gate=False)
@@ -136,7 +136,7 @@ class DecayingFastWeights(ChannelDecayMixer):
     output gate.
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         width = c.linear_key_head_dim + c.linear_value_head_dim
         self.make_projection(make, gate=False)

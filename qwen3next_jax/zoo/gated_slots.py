@@ -45,7 +45,7 @@ class MemorySlotsMixer(Recurrent):
     switches_read = ()
     has_convolution_and_silu = False
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         self.make_projection(make, gate=False)
         self.forget_proj = make.matrix(
@@ -153,9 +153,9 @@ class ABC(MemorySlotsMixer):
         )
         m = jnp.where(m == -jnp.inf, 0, m)  # a row without a token
         change = jnp.where(m_before == -jnp.inf, 0, m_before - m)
-        own = jnp.exp(s_BTHM - m)
+        weight = jnp.exp(s_BTHM - m)
         total, total_before, last_total = linear_scan(
-            change, own, initial_state=state and state["total"], **common
+            change, weight, initial_state=state and state["total"], **common
         )
         # At the first token there is nothing to forget, and ln 0 is not finite.
         is_first = total_before == 0
@@ -168,7 +168,7 @@ class ABC(MemorySlotsMixer):
         )
         return (
             jnp.minimum(g_BTHM, 0),
-            own / jnp.where(total == 0, 1, total),
+            weight / jnp.where(total == 0, 1, total),
             {"largest": largest, "total": last_total},
         )
 

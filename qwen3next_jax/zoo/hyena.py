@@ -53,7 +53,7 @@ class Hyena(Mixer):
     settings_fixed_by_weights = ("max_position_embeddings",)
     cache_kind = "slots"
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
         width = (ORDER + 1) * v

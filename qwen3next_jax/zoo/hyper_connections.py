@@ -177,12 +177,12 @@ class MHC(Block):
         return rms_norm(x_BTD, last[...], config)
 
     @staticmethod
-    def residual_flops(config, layers):
+    def residual_flops(config, num_layers):
         """Counts the FLOPs of mixing the streams, H_pre X, H_res X and H_postᵀ y, around the mixer
         and the MLP of every layer.
         """
         s = config.streams.hc_count
-        return layers * 2 * 2.0 * (s + s * s + s) * config.hidden_size
+        return num_layers * 2 * 2.0 * (s + s * s + s) * config.hidden_size
 
 
 # ---- reference

@@ -38,7 +38,7 @@ class KDA(Recurrent):
     switches_read = ("short_convolution", "linear_conv_kernel_dim", "decay_init", "beta_range")
     gate_activation = staticmethod(jax.nn.sigmoid)
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         h, k, v = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
         self.make_projection(make, gate=False)
@@ -115,8 +115,8 @@ class GDN2(KDA):
     switches_read = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
     gate_activation = staticmethod(jax.nn.silu)
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         k, v = config.linear_key_head_dim, config.linear_value_head_dim
         # This matrix replaces the `beta_proj` that KDA makes.
         self.beta_proj = make.matrix(

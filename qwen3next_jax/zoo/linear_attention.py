@@ -127,7 +127,7 @@ class LinearAttention(ScalarDecayMixer):
                 "model.mixer.normaliser = False, or the feature map 'elu'",
             )
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = config
         self.make_projection(make, gate=False)
         self.make_output(make)
@@ -155,7 +155,7 @@ class Retention(ScalarDecayMixer):
     and multiplied by a SiLU gate. A subclass computes the log decay ln γ in `log_decay`.
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = config
         self.make_projection(make)
         self.make_output(make)
@@ -217,8 +217,8 @@ class GatedRetention(Retention):
     token.
     """
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         self.decay_proj = make.matrix(
             (config.hidden_size, config.linear_num_value_heads), "embed -> value_heads"
         )
@@ -240,11 +240,11 @@ class LightningAttention(ScalarDecayMixer):
 
     gate_activation = staticmethod(jax.nn.sigmoid)
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         h = c.linear_num_value_heads
         self.make_projection(make)
-        depth = 1 - jnp.asarray(layers) / (c.num_hidden_layers - 1 + 1e-5) + 1e-5
+        depth = 1 - jnp.asarray(layer_indices) / (c.num_hidden_layers - 1 + 1e-5) + 1e-5
         slopes = depth.reshape(*make.stack_shape, 1) * 2.0 ** (-8 * (jnp.arange(h) + 1) / h)
         self.log_decay = make.parameter(
             lambda shape: jnp.broadcast_to(-slopes, shape), (h,), "value_heads", kind="rate"
@@ -277,7 +277,7 @@ class GatedRFA(ScalarDecayMixer):
     (zᵀφ(q)).
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         g, k = c.linear_num_key_heads, c.linear_key_head_dim
         self.make_projection(make, gate=False)

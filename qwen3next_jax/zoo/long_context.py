@@ -128,10 +128,14 @@ def _lambda_window_pair_count(settings, length):
     window = min(settings.window, length)
     # A query at t ≥ window sees the last `window` keys, and up to `first_tokens` of the
     # t + 1 - window keys before them.
-    beyond = length - window
-    few = min(settings.first_tokens, beyond)
-    first = few * (few + 1) / 2 + (beyond - few) * settings.first_tokens
-    return window * (window + 1) / 2 + beyond * window + first
+    queries_beyond_window = length - window
+    # The first queries beyond the window see 1, 2, 3, … of the first tokens, the others all.
+    growing_queries = min(settings.first_tokens, queries_beyond_window)
+    first_token_pairs = (
+        growing_queries * (growing_queries + 1) / 2
+        + (queries_beyond_window - growing_queries) * settings.first_tokens
+    )
+    return window * (window + 1) / 2 + queries_beyond_window * window + first_token_pairs
 
 
 class LambdaWindowWithSelectedKeys(ReRoPE):

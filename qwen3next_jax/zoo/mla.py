@@ -66,7 +66,7 @@ class MLA(Mixer):
     cache_kind = "slots"
     writes_cache_in_place = True
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         s, d, n, k, shared = (
             self.settings(c),

@@ -36,7 +36,7 @@ class MLSTM(Recurrent):
     normalize_qk = False
     gate_activation = staticmethod(jax.nn.sigmoid)
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         h = c.linear_num_value_heads
         self.make_projection(make)
@@ -108,8 +108,8 @@ class MLSTM(Recurrent):
     @classmethod
     def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and n."""
-        of_n = 4 * config.linear_num_value_heads * config.linear_key_head_dim
-        return super().activation_flops(config, length) + of_n
+        normaliser_flops = 4 * config.linear_num_value_heads * config.linear_key_head_dim
+        return super().activation_flops(config, length) + normaliser_flops
 
     @classmethod
     def uses_delta_term(cls, config):

@@ -121,8 +121,8 @@ class ALiBi(MaskedAttention):
     switches_read = ("attention_output_gate", "qk_norm")
     loads_weights_of = None
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         slopes_N = jnp.asarray(alibi_slopes(config.num_attention_heads))
         self.slopes = make.parameter(
             lambda shape: jnp.broadcast_to(slopes_N, shape),
@@ -186,8 +186,8 @@ class T5BiasAttention(MaskedAttention):
     # `mask` is not listed, because the mask determines the distances that the buckets hold.
     settings_free_after_training = ("prefix_tokens",)
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         self.bias = make.parameter(
             lambda shape: config.initializer_range * jax.random.normal(make.rngs.params(), shape),
             (config.num_attention_heads, self.settings(config).buckets),

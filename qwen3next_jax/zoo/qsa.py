@@ -175,8 +175,8 @@ class QSA(GatedAttention):
     has_indexer_loss = True
     needs_whole_rows = True
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         s = self.settings(config)
         # The last head is the key head; the others are query heads.
         self.index_qk_proj = make.matrix(
@@ -292,9 +292,13 @@ class QSA(GatedAttention):
         index_q_BTHI, index_k_BTI = self.index_queries_and_keys(x_BTD, context)
         row_blocks = self.complete_blocks_of_rows(index_k_BTI, context)
         positions, settings = query_and_key_positions(context), self.settings(self.config)
-        of_queries = positions.query_position, positions.query_segment
-        selected_BTG, *_ = select_blocks(index_q_BTHI, row_blocks, *of_queries, settings)
-        return seen_tokens_mask(selected_BTG, row_blocks, *of_queries, positions, settings)
+        query_position_and_segment = positions.query_position, positions.query_segment
+        selected_BTG, *_ = select_blocks(
+            index_q_BTHI, row_blocks, *query_position_and_segment, settings
+        )
+        return seen_tokens_mask(
+            selected_BTG, row_blocks, *query_position_and_segment, positions, settings
+        )
 
     def _attend_cached(
         self, q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, index_k_BTI, context: Context, cache: dict
@@ -801,7 +805,7 @@ def indexer_divergence(
         summed. None if no mesh axis splits the heads.
     """
 
-    def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
+    def divergence_of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
         selected_BCG, score_BCG, visible_BCG = select_blocks(
             index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
@@ -812,7 +816,7 @@ def indexer_divergence(
         return _kl_divergence(teacher_BCG, jnp.where(kept_BCG, score_BCG, _HIDDEN))
 
     return _map_chunks_of_queries(
-        of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
+        divergence_of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
@@ -831,7 +835,7 @@ def gathered_indexer_divergence(
     """
     ratio, keys = settings.indexer_compress_ratio, k_BTMK.shape[1]
 
-    def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC, index_BC):
+    def divergence_of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC, index_BC):
         score_BCG, visible_BCG = score_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
         number_BCJ, is_selected_BCJ = list_selected_blocks(score_BCG, visible_BCG, settings)
         start, size = key_ranges_to_read(
@@ -853,7 +857,7 @@ def gathered_indexer_divergence(
             jnp.where(is_selected_BCJ, score_BCJ, _HIDDEN),
         )
 
-    of_queries = (
+    query_arrays = (
         q_BTNK,
         index_q_BTHI,
         positions.query_position,
@@ -861,7 +865,7 @@ def gathered_indexer_divergence(
         positions.own_key_index,
     )
     size = queries_per_chunk(*q_BTNK.shape[:2])
-    return _map_chunks_of_queries(of_chunk, *of_queries, size=size)
+    return _map_chunks_of_queries(divergence_of_chunk, *query_arrays, size=size)
 
 
 def _kl_divergence(teacher_BCG: jax.Array, logits_BCG: jax.Array) -> jax.Array:
@@ -888,7 +892,7 @@ def indexer_overlap(
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
 
-    def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
+    def overlap_of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
         selected_BCG, _, visible_BCG = select_blocks(
             index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
@@ -907,7 +911,7 @@ def indexer_overlap(
         return jnp.sum(best_BCG & selected_BCG, axis=-1) / count
 
     return _map_chunks_of_queries(
-        of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
+        overlap_of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
@@ -988,8 +992,8 @@ def block_scores_reference(config, params, x) -> jax.Array:
     scores = []
     for start in range(0, len(x) - ratio + 1, ratio):
         key = apply_norm(config, jnp.mean(qk[start : start + ratio, -1], 0), params["index_k_norm"])
-        of_heads = jax.nn.relu(q @ rotate_by_distance(config, key, np.array(start)))
-        scores.append(jnp.sum(of_heads, axis=-1) / math.sqrt(qk.shape[-1]))
+        head_scores = jax.nn.relu(q @ rotate_by_distance(config, key, np.array(start)))
+        scores.append(jnp.sum(head_scores, axis=-1) / math.sqrt(qk.shape[-1]))
     return jnp.stack(scores, axis=1)
 
 

@@ -50,7 +50,7 @@ class RecurrentNetwork(Mixer):
         """
         return jnp.zeros(shape)
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         d, h, v = config.hidden_size, config.linear_num_value_heads, config.linear_value_head_dim
         width = len(self.gate_names) * v
         self.in_proj = make.matrix(

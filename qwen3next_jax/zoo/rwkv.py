@@ -77,7 +77,7 @@ class RWKV4(Mixer):
     Diagnostics, for each channel [D]: half_life, ln 2 / e^w; receptance, the mean of σ(r).
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         d = config.hidden_size
         self.mix = make.parameter(
             lambda shape: jnp.full(shape, 0.5), (3, d), ". embed_out", kind="rate"
@@ -150,10 +150,10 @@ class RWKV4(Mixer):
         change = jnp.where(m_before == -jnp.inf, 0, jnp.minimum(log_decay + m_before - m, 0))
         # a has the value of `change` and the gradient of `log_decay`.
         a = log_decay + jax.lax.stop_gradient(change - log_decay)
-        own = jnp.exp(k - m)
-        _, weighted_before, weighted = linear_scan(a, own * v, initial_state=weighted, **split)
+        weight = jnp.exp(k - m)
+        _, weighted_before, weighted = linear_scan(a, weight * v, initial_state=weighted, **split)
         ones = jnp.ones_like(v)
-        _, total_before, total = linear_scan(a, own * ones, initial_state=total, **split)
+        _, total_before, total = linear_scan(a, weight * ones, initial_state=total, **split)
         m_before = jnp.where(total_before == 0, -jnp.inf, m_before)
         top = jax.lax.stop_gradient(jnp.maximum(m_before, bonus + k))
         past = jnp.exp(m_before - top)
@@ -194,7 +194,7 @@ class RWKV6(Recurrent):
     switches_read = ()
     has_convolution_and_silu = False
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
         r, k = h // g, c.linear_key_head_dim

@@ -51,8 +51,8 @@ class SlidingWindowAttention(BiasedProjections):
     cache_kind = "state"
     writes_cache_in_place = False
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         if self.settings(config).sink_logit:
             self.sink = make.parameter(
                 jnp.zeros, (config.num_attention_heads,), "query_heads", kind="rate"

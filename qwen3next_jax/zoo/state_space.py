@@ -74,7 +74,7 @@ class Mamba(ChannelStateMixer):
 
     switches_read = ("linear_conv_kernel_dim",)
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
         n = self.settings(c).state_size
@@ -223,7 +223,7 @@ class S4D(ChannelStateMixer):
     Diagnostics: half_life [H], ln 2 / (Δ · −Re A) in tokens, the longest in each head.
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         c = config
         d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
         n = self.settings(c).state_size // 2
@@ -339,7 +339,7 @@ class Mamba2(Recurrent):
     switches_read = (*Recurrent.switches_read, "decay_init")
     normalize_qk = False
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         h = c.linear_num_value_heads
         self.make_projection(make)

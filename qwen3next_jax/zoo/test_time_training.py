@@ -110,7 +110,7 @@ class TTT(GradientStepMixer):
     switches_read = ()
     has_convolution_and_silu = False
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         h, k = c.linear_num_value_heads, c.linear_key_head_dim
         self.make_projection(make, gate=False)
@@ -185,7 +185,7 @@ class Titans(GradientStepMixer):
 
     switches_read = ("short_convolution", "linear_conv_kernel_dim")
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         h = c.linear_num_value_heads
         self.make_projection(make, gate=False)

@@ -20,7 +20,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.layer_properties import mixer_class
-from qwen3next_jax.model.parameters import Declared, Make, declared_tree
+from qwen3next_jax.model.parameters import Make, ParameterDeclaration, declared_tree
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -79,8 +79,8 @@ def test_both_are_those_of_optax(name, tolerance, dtype):
     declared = {
         "wide": matrix((6, 10), "embed -> mlp"),
         "tall": matrix((12, 5), "embed -> mlp"),
-        "norm": Declared("norm", (7,), (), (None,)),
-        "embedding": Declared("embedding", (9, 6), (), ("vocab", "embed")),
+        "norm": ParameterDeclaration("norm", (7,), (), (None,)),
+        "embedding": ParameterDeclaration("embedding", (9, 6), (), ("vocab", "embed")),
     }
     config = dataclasses.replace(MUON, name=name, decay_norm_weights=False, mean_dtype=dtype)
     schedule = learning_rate_schedule(config, 8)

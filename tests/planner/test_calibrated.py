@@ -248,7 +248,12 @@ def test_experts_take_the_tiles_in_use(fused, monkeypatch):
     monkeypatch.setattr(hlo.Program, "source_function", function)
     for skew in (0.0, 1.5):
         found = estimate(
-            "v5p:2x2x1", axes, text, before, skew=skew, source=lambda instruction: instruction.name
+            "v5p:2x2x1",
+            axes,
+            text,
+            before,
+            skew=skew,
+            source_of=lambda instruction: instruction.name,
         )
         seconds[skew] = {name: cost.seconds for name, cost in found.cost_by_function.items()}
     kernel, full = "expert_forward.1", RATES["v5p"].product_curve.seconds(1e12)

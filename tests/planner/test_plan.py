@@ -665,7 +665,7 @@ def candidates():
         ModelConfig(),
         TrainConfig(batch_size=7, sequence_length=4096),
         topology.describe_topology("v6e:16x16"),
-        rows=(256, 512),
+        batch_sizes=(256, 512),
     )
 
 

@@ -79,9 +79,9 @@ def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pathlib.Path, "rename", killed)
         store.move_old_run_aside()
-    assert store.is_restart_unfinished()
+    assert store.has_unfinished_move()
     store.move_old_run_aside()
-    assert not store.is_restart_unfinished()
+    assert not store.has_unfinished_move()
     (aside,) = run.iterdir()
     assert {name: (aside / name).read_text() for name in contents} == contents
     # a run that was begun meanwhile by code that does not know of the move

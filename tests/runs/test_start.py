@@ -10,7 +10,7 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.runs import lock_and_record
-from qwen3next_jax.runs.facts import Facts, TokenizerPair, read_facts
+from qwen3next_jax.runs.facts import StartFacts, TokenizerPair, read_facts
 from qwen3next_jax.runs.folder import RunFolder, read_folder
 from qwen3next_jax.runs.record import (
     BaseModel,
@@ -42,7 +42,7 @@ def test_a_start_is_refused_without_a_file():
     """Nothing of the run in these facts is on a disk."""
     nowhere = pathlib.Path("/nowhere")
     trained = RunFolder(nowhere, trained_record(OTHER), saved_steps=(2,), has_trained=True)
-    facts = Facts(trained, False, True, (), CONFIG.data, None, None)
+    facts = StartFacts(trained, False, True, (), CONFIG.data, None, None)
     with pytest.raises(UserError, match=r"/nowhere .*train\.seed = 1, not 0"):
         decide_start(CONFIG, facts)
     begins = dataclasses.replace(facts, folder=RunFolder(nowhere))

@@ -206,7 +206,7 @@ class _ConvolutionCall:
         if self.has_age:
             scratch.append(plgpu.SMEM((TOKENS + 32 if backward else TOKENS,), jnp.int32))
             copies += 1
-        if backward:  # the same for the tokens after the block, and one copy more
+        if backward:  # as many copies for the tokens after the block, and one of dy
             copies += copies + 1
         scratch.append(plgpu.Barrier(num_arrivals=copies))
         batch, time, d = self.shape

@@ -533,8 +533,8 @@ class _GradientBlock:
         Returns:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
           of the low part of dV; the new `pairs`; the new `error_dstate` (see
-          `compute_errors_and_products`). In the second warpgroup the first result is zeros. Without
-          the delta term the first result is not used.
+          `compute_errors_and_products`). In the second warpgroup the inner products are zeros.
+          Without the delta term they are not used.
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots
 
@@ -569,8 +569,8 @@ class _GradientBlock:
             return products
 
         def errors_and_keys(of_errors, *products):
-            dv_low_term, of_pairs = to_errors(of_errors, lambda: to_keys(*products))
-            return dv_low_term, of_pairs, *(x.wait_and_read() for x in products)
+            dv_low_term, pairs = to_errors(of_errors, lambda: to_keys(*products))
+            return dv_low_term, pairs, *(x.wait_and_read() for x in products)
 
         count = len(self.own_tiles)
         if self.one_warpgroup and p.delta_term:
@@ -606,39 +606,41 @@ class _GradientBlock:
             self.sums,
         )
 
-        def against_outputs(products):  # E dO^T
+        def errors_times_output_gradients(products):  # E dO^T
             for c, high in enumerate(error_highs):
                 products.add_product(high, transposed_ref(self.do.at[c]))
             return products.wait_and_read()
 
-        outputs = with_accumulators(p, [C], against_outputs) if self.one_warpgroup else None
+        outputs = (
+            with_accumulators(p, [C], errors_times_output_gradients) if self.one_warpgroup else None
+        )
         row, column = self.row, self.column = row_and_column_indices()
         plgpu.barrier_wait(self.refs.q_arrived)
         decay = decay_between_tokens(self.gate_rows, row, column) * load_over_columns(
             norm_rows, K_NORM
         )
 
-        def of_queries():
+        def key_query_products():
             return sum_of_products(*((k.at[t], transposed_ref(self.q_tile(t))) for t in self.keys))
 
-        def of_keys():
+        def key_key_products():
             return sum_of_products(*((k.at[t], transposed_ref(k.at[t])) for t in self.keys))
 
         def store_triangle():
             a[warpgroup_count(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
 
-        of_errors = None
+        kk_gradients = None
         if self.one_warpgroup:
-            of_outputs = outputs * load_over_rows(norm_rows, Q_NORM) * decay
-            a[0] = (of_outputs * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
+            qk_gradients = outputs * load_over_rows(norm_rows, Q_NORM) * decay
+            a[0] = (qk_gradients * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
             store_triangle()
             if p.delta_term:
                 before = jnp.where(column > row, pairs, 0.0)
-                of_errors = before * (-load_over_rows(norm_rows, K_NORM_J) * decay)
-            products = jax.lax.optimization_barrier(of_outputs * of_queries())
+                kk_gradients = before * (-load_over_rows(norm_rows, K_NORM_J) * decay)
+            products = jax.lax.optimization_barrier(qk_gradients * key_query_products())
             if p.delta_term:
-                products = products + of_errors * of_keys()
-                of_errors = (of_errors * load_over_columns(self.gate_rows, BETA)).astype(
+                products = products + kk_gradients * key_key_products()
+                kk_gradients = (kk_gradients * load_over_columns(self.gate_rows, BETA)).astype(
                     jnp.bfloat16
                 )
         else:
@@ -653,7 +655,7 @@ class _GradientBlock:
             )
             self.sync_warpgroups()  # all reads of the inverse are done
             a[1 - self.w] = (pairs * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
-            products = pairs * jax.lax.cond(self.w == 0, of_keys, of_queries)
+            products = pairs * jax.lax.cond(self.w == 0, key_key_products, key_query_products)
             self.on_first_warpgroup(store_triangle)
         self.sync_warpgroups()
         leave = load_row(sums, LEAVE) * load_row(self.gate_rows, RHO) * load_row(norm_rows, K_NORM)
@@ -672,7 +674,7 @@ class _GradientBlock:
         sums[DG] = jnp.sum(spans, axis=0)
         if self.one_warpgroup and p.delta_term:
             plgpu.commit_smem()  # all reads of the triangle are done
-            a[1] = of_errors
+            a[1] = kk_gradients
             plgpu.commit_smem()
 
     # ---- queries and keys

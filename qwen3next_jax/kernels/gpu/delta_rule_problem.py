@@ -335,7 +335,9 @@ class Problem:
             [q, k, gate_rows_BHN8C],
         )
 
-    def run_state_kernel(self, kernel, name: str, outputs: dict, results, inputs: list) -> dict:
+    def run_state_kernel(
+        self, kernel, name: str, outputs: dict, result_memory, inputs: list
+    ) -> dict:
         """Runs a pass of the state over whole rows or, if rows are split, over all pieces except
         the first. The grid has one block for each 64 or 128 value channels of each value head of
         each row or piece. Returns the outputs by name.
@@ -344,8 +346,8 @@ class Problem:
           kernel: `delta_rule_states.forward_kernel` or `backward_kernel`.
           name: name of the kernel in a compiled program.
           outputs: shape and dtype of each output by name.
-          results: shared memory from which the kernel's results (O, or in the backward pass dV) are
-            copied to global memory.
+          result_memory: shared memory from which the kernel's results (O, or in the backward pass
+            dV) are copied to global memory.
           inputs: the input arrays. If rows are split, references to the arrays that
             `run_first_piece_and_maps` returned for the first piece come last; the kernel writes to
             these arrays.
@@ -355,7 +357,7 @@ class Problem:
             heads=self.value_heads,
             batch=max(1, self.pieces_per_row - 1) * self.batch,
         )
-        scratch = self._state_kernel_scratch(self.warpgroups_per_block, results)
+        scratch = self._state_kernel_scratch(self.warpgroups_per_block, result_memory)
         scratch += self._state_kernel_barriers(self.warpgroups_per_block)
         return self._call_state_kernel(kernel, name, grid, outputs, scratch, inputs)
 

@@ -23,8 +23,8 @@ TOLERANCE = 0.03
 
 
 def make_self_test(
-    key: int,
-    value: int,
+    key_width: int,
+    value_width: int,
     normalize: bool,
     delta_term: bool,
     split: WorkSplit,
@@ -33,8 +33,8 @@ def make_self_test(
     """Returns the test for calls with the given widths and settings.
 
     Args:
-      key: K, the key width.
-      value: V, the value width.
+      key_width: K, the key width.
+      value_width: V, the value width.
       normalize: whether q and k are L2-normalised.
       delta_term: whether the write has the delta term -S^T k.
       split: how the passes of the state split the work. All splits into more than one piece have
@@ -42,7 +42,7 @@ def make_self_test(
       interpret: whether a CPU interprets the kernels.
     """
     split = WorkSplit(min(split.pieces_per_row, 3), split.warpgroups_per_block)
-    kind = key, value, normalize, delta_term, split
+    kind = key_width, value_width, normalize, delta_term, split
     parts = "passes", "problem", "tiles", "chunks", "states", "gradients"
     modules = tuple(f"{__package__}.delta_rule_{part}" for part in parts)
     return self_test.SelfTest(
@@ -57,7 +57,12 @@ def make_self_test(
 
 
 def max_error(
-    key: int, value: int, normalize: bool, delta_term: bool, split: WorkSplit, interpret: bool
+    key_width: int,
+    value_width: int,
+    normalize: bool,
+    delta_term: bool,
+    split: WorkSplit,
+    interpret: bool,
 ) -> tuple[str, float]:
     """Runs the kernels and the implementation "chunked" in XLA. Returns the name of the output or
     gradient in which the kernels and XLA differ most, and the relative L2 difference.
@@ -71,12 +76,12 @@ def max_error(
     time, heads = 2 * C + 6, 2
     array = lambda *shape, dtype=jnp.bfloat16: jnp.asarray(rng.normal(size=shape), dtype)
     q, k, v, do = (
-        array(1, time, 1, key),
-        array(1, time, 1, key),
-        array(1, time, heads, value),
-        array(1, time, heads, value),
+        array(1, time, 1, key_width),
+        array(1, time, 1, key_width),
+        array(1, time, heads, value_width),
+        array(1, time, heads, value_width),
     )
-    scale = 1 if normalize else key**-0.5
+    scale = 1 if normalize else key_width**-0.5
     segments = chunk_math.signed_segment_ids(jnp.asarray([[1] * 40 + [2] * (time - 44) + [0] * 4]))
     decay = 0.01 if split.pieces_per_row > 1 else 1
     is_token = segments[:, :, None] > 0
@@ -85,7 +90,7 @@ def max_error(
         for f in (lambda x: -decay * jnp.exp(x), jax.nn.sigmoid)
     )
     x = Inputs(q * scale, k * scale, v, g, beta, segments)
-    initial, dfinal = (array(1, heads, key, value, dtype=jnp.float32) for _ in range(2))
+    initial, dfinal = (array(1, heads, key_width, value_width, dtype=jnp.float32) for _ in range(2))
 
     settings = Settings(C, normalize, delta_term)
 

@@ -183,8 +183,8 @@ def _run_first_piece_or_map_block(kind, p, refs):
 
     @pl.when(number >= 0)
     def _():
-        of_maps = shared._replace(inputs_arrived=maps_arrived, inputs_read=maps_read)
-        kind(p, other, inputs, outputs, last_maps, of_maps).run_chunks()
+        shared_by_maps = shared._replace(inputs_arrived=maps_arrived, inputs_read=maps_read)
+        kind(p, other, inputs, outputs, last_maps, shared_by_maps).run_chunks()
 
 
 def _inputs_outputs_and_other_refs(kind, p, refs):

@@ -126,33 +126,35 @@ def ranges_of_shared_documents(
         first, length = starts_and_lengths_by_token(ids)
         position = jnp.arange(ids.shape[1], dtype=jnp.int32) - first
         return _ranges_that_begin_at(
-            covered & (position == 0), length, covered, position, documents=2
+            covered & (position == 0), length, covered, position, max_documents=2
         )
 
     return ranges(segment_ids_BT), ranges(kv_segment_ids_BS)
 
 
 def _ranges_that_begin_at(
-    begins_RL, length_RL, covered, position, documents: int
+    begins_RL, length_RL, covered, position, max_documents: int
 ) -> DocumentRanges:
-    """Returns the documents that begin where `begins_RL` is True, at most `documents` in each row.
-    At the first token of a document, `length_RL` has its length.
+    """Returns the documents that begin where `begins_RL` is True, at most `max_documents` in each
+    row. At the first token of a document, `length_RL` has its length.
     """
     rows, width = begins_RL.shape
     row = jnp.broadcast_to(jnp.arange(rows)[:, None], begins_RL.shape)
     column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), begins_RL.shape)
-    of_row = jnp.where(begins_RL, jnp.cumsum(begins_RL, axis=1) - 1, documents)
-    none = jnp.full((rows, documents), -1, jnp.int32)
-    starts_in_row = none.at[row, of_row].set(column, mode="drop")
-    lengths = none.at[row, of_row].set(length_RL, mode="drop")
+    index_in_row = jnp.where(begins_RL, jnp.cumsum(begins_RL, axis=1) - 1, max_documents)
+    none = jnp.full((rows, max_documents), -1, jnp.int32)
+    starts_in_row = none.at[row, index_in_row].set(column, mode="drop")
+    lengths = none.at[row, index_in_row].set(length_RL, mode="drop")
     document = (jnp.cumsum(begins_RL.reshape(-1)) - 1).astype(jnp.int32)
-    of_all = jnp.where(begins_RL.reshape(-1), document, rows * documents)
-    empty = jnp.zeros(rows * documents, jnp.int32)
+    index_in_batch = jnp.where(begins_RL.reshape(-1), document, rows * max_documents)
+    empty = jnp.zeros(rows * max_documents, jnp.int32)
     return DocumentRanges(
         lengths=lengths,
         starts_in_row=jnp.pad(starts_in_row, ((0, 0), (0, 1)), constant_values=-1),
-        flat_starts=empty.at[of_all].set(jnp.arange(rows * width, dtype=jnp.int32), mode="drop"),
-        flat_lengths=empty.at[of_all].set(length_RL.reshape(-1), mode="drop"),
+        flat_starts=empty.at[index_in_batch].set(
+            jnp.arange(rows * width, dtype=jnp.int32), mode="drop"
+        ),
+        flat_lengths=empty.at[index_in_batch].set(length_RL.reshape(-1), mode="drop"),
         covered=covered,
         document_of_token=document.reshape(covered.shape),
         position_in_document=position,

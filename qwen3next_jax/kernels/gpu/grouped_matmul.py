@@ -4,9 +4,9 @@ group.
 
 On a Hopper GPU (H100, H200), the Mosaic kernel computes y and dx, and the Triton kernel computes
 dw. On other GPUs from Ampere on, the Triton kernel computes y, dx and dw. The package tokamax ships
-measurements of its kernels on an H100 (tokamax/data/autotuning). For 131,072 to 524,288 rows,
-widths of 768 to 4,096 and 128 experts, tokamax measured the following TFLOP/s. This module uses the
-tiles that were the fastest in tokamax's measurements.
+measurements of its kernels on an H100 (tokamax/data/autotuning), and this module uses the tiles
+that were the fastest in them. For 131,072 to 524,288 rows, widths of 768 to 4,096 and 128 experts,
+tokamax's authors measured the following TFLOP/s.
 
          Mosaic        Triton
     y    384 to 468    152 to 505
@@ -188,8 +188,8 @@ def mosaic_product_settings(width: int) -> dict:
     """
     tiles = dict(block_m=128, block_n=64, block_k=128)
     if width <= 512:
-        return tiles | dict(num_stages=2, persistent=False, minor="M", grid_tile_width=1)
-    return tiles | dict(num_stages=4, persistent=True, minor="N", grid_tile_width=8)
+        return tiles | dict(num_stages=2, persistent=False, grid_minor_dim="M", grid_tile_width=1)
+    return tiles | dict(num_stages=4, persistent=True, grid_minor_dim="N", grid_tile_width=8)
 
 
 MOSAIC_WEIGHT_GRADIENT_SETTINGS = dict(
@@ -198,17 +198,19 @@ MOSAIC_WEIGHT_GRADIENT_SETTINGS = dict(
     block_k=128,
     num_stages=2,
     persistent=False,
-    minor="M",
+    grid_minor_dim="M",
     grid_tile_width=1,
 )
 
 
-def mosaic_config(minor: str, **settings):
-    """Returns tokamax's settings of a Mosaic kernel. `minor` is the dimension, "M" or "N", along
-    which neighbouring blocks of the grid lie.
+def mosaic_config(grid_minor_dim: str, **settings):
+    """Returns tokamax's settings of a Mosaic kernel. `grid_minor_dim` is the dimension, "M" or "N",
+    along which neighbouring blocks of the grid lie.
     """
     common = tokamax.import_tokamax_operator("ragged_dot.pallas_mosaic_gpu_common")
-    return common.Config(split_k=1, grid_minor_dim=common.MatmulDimension[minor], **settings)
+    return common.Config(
+        split_k=1, grid_minor_dim=common.MatmulDimension[grid_minor_dim], **settings
+    )
 
 
 def _mosaic_product(x_RD, w_EDF, sizes_E):

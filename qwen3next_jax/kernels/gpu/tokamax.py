@@ -55,16 +55,20 @@ def triton_unsupported_reason() -> str:
     )
 
 
-def _missing_package_reason(package: str, release: str = "") -> str:
-    """Returns why a package cannot be used; "" if it can. `release` is the only accepted release;
-    "" accepts any release.
+def _missing_package_reason(package: str, only_release: str = "") -> str:
+    """Returns why a package cannot be used; "" if it can. `only_release` is the only accepted
+    release; "" accepts any release.
     """
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        needed = f"{release} (the extra gpu)" if release else "the extra gpu"
+        needed = f"{only_release} (the extra gpu)" if only_release else "the extra gpu"
         return f"without {package}, which is not installed: expected {needed}"
-    return f"with {package} {found}: expected {release}" if release not in ("", found) else ""
+    return (
+        f"with {package} {found}: expected {only_release}"
+        if only_release not in ("", found)
+        else ""
+    )
 
 
 def _old_jax_reason() -> str:

@@ -386,14 +386,14 @@ def _copy_initial_state(p: Problem, ref, initial_ref):
     backward pass the gradient of the final state) from HBM into `ref`, the block that holds the
     state or its gradient from chunk to chunk.
     """
-    of_block = initial_ref.at[
+    initial_state_of_block = initial_ref.at[
         pl.ds(pl.program_id(0), 1),
         pl.ds(pl.program_id(1) * p.block_value_heads, p.block_value_heads),
     ]
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        pltpu.sync_copy(of_block, ref)
+        pltpu.sync_copy(initial_state_of_block, ref)
 
 
 def _compute_inverse(c: _ChunkOfHeads):

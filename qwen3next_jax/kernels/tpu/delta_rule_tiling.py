@@ -72,8 +72,8 @@ class Tiling:
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
         """Returns the tiling with the largest block that divides the heads, fits in VMEM and, if
-        possible, leaves no core idle. A block has at most 32 value heads, or, if two key heads have
-        more than 32 value heads, at most the value heads of two key heads.
+        possible, leaves no core idle. A block has at most 32 value heads; but if two key heads
+        together have more than 32 value heads, a block may have all value heads of two key heads.
 
         Args:
           value_heads: number of value heads of the call.

@@ -30,7 +30,7 @@ def call_block_kernel(
     body,
     inputs,
     in_specs,
-    outputs,
+    out_shapes,
     out_specs,
     grid,
     *,
@@ -47,7 +47,7 @@ def call_block_kernel(
       body: the kernel, a function of the Pallas references of inputs, outputs and scratch memory.
       inputs: the input arrays.
       in_specs: the block specification of each input.
-      outputs: the shape and dtype of each output.
+      out_shapes: the shape and dtype of each output.
       out_specs: the block specification of each output.
       grid: the size of each grid axis.
       name: name of the kernel in a compiled program.
@@ -61,7 +61,7 @@ def call_block_kernel(
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        out_shape=outputs,
+        out_shape=out_shapes,
         scratch_shapes=scratch,
         interpret=interpret,
         name=name,

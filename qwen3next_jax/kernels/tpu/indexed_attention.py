@@ -167,12 +167,12 @@ def _write_visibility_bias(index_q, queries, index_k, keys, bias):
     """
     position, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
     columns = keys[...].T
-    of_key = lambda row: columns[:, row : row + 1]
+    key_column = lambda row: columns[:, row : row + 1]
     bits_SC = _indexer_score_bits(index_k[...], index_q)
-    selected_SC = (bits_SC > lowest) | ((bits_SC == lowest) & (of_key(NUMBER) < cut))
-    seen_SC = selected_SC & (of_key(END) <= position)
-    seen_SC |= (of_key(POSITION) >= tail) & (of_key(POSITION) <= position)
-    bias[...] = jnp.where(seen_SC & (of_key(SEGMENT) == segment), 0.0, HIDDEN)
+    selected_SC = (bits_SC > lowest) | ((bits_SC == lowest) & (key_column(NUMBER) < cut))
+    seen_SC = selected_SC & (key_column(END) <= position)
+    seen_SC |= (key_column(POSITION) >= tail) & (key_column(POSITION) <= position)
+    bias[...] = jnp.where(seen_SC & (key_column(SEGMENT) == segment), 0.0, HIDDEN)
     return jnp.max(bias[...]) == 0.0
 
 
@@ -250,7 +250,7 @@ def _call_attention_kernel(
 
         def index(b, r, c, limits):
             i, j, _ = tiles(n, r, c)
-            # A step that computes nothing reads nothing.
+            # A grid step without work keeps the block of a step that has work, so nothing is read.
             if tiles is _causal_step_tiles_by_query:
                 j = jnp.maximum(j, limits[b * n + i])
             else:
@@ -500,14 +500,14 @@ def backward(
     q, k, v, do = (
         _pad_end(_merge_heads(x), sizes.padded_tokens) for x in (q, k, v, do.astype(q.dtype))
     )
-    of_queries = (
+    query_inputs = (
         (q, "i"),
         (do, "i"),
         (_pad_end(logsumexp_BNT, sizes.padded_tokens, 2), "-i"),
         (_pad_end(delta_BNT, sizes.padded_tokens, 2), "-i"),
         *mask_of_queries,
     )
-    of_keys = (k, "j"), (v, "j"), *mask_of_keys
+    key_inputs = (k, "j"), (v, "j"), *mask_of_keys
     shape, vmem, tile = jax.ShapeDtypeStruct, pltpu.VMEM, sizes.tile_tokens
     bias = vmem((tile, tile), jnp.float32)
     (dq,) = _call_attention_kernel(
@@ -515,7 +515,7 @@ def backward(
         sizes,
         _causal_step_tiles_by_query,
         first,
-        (*of_queries, *of_keys, (_swap_tokens_and_channels(k), "-j")),
+        (*query_inputs, *key_inputs, (_swap_tokens_and_channels(k), "-j")),
         ((shape(q.shape, q.dtype), "i"),),
         (vmem((q.shape[2], tile), jnp.float32), bias),
         3,
@@ -526,7 +526,7 @@ def backward(
         sizes,
         _causal_step_tiles_by_key,
         last,
-        (*of_queries, *of_keys),
+        (*query_inputs, *key_inputs),
         ((shape(k.shape, k.dtype), "j"), (shape(v.shape, v.dtype), "j")),
         (vmem((tile, k.shape[2]), jnp.float32), vmem((tile, v.shape[2]), jnp.float32), bias),
         4,

@@ -340,7 +340,7 @@ def _backward_kernel(*refs):
 
     # From x to the gate. The gradient that reaches the normed stream past the gate waits in
     # `dstreams`.
-    def through_gate(start, size):
+    def propagate_through_gate(start, size):
         dx_chunk = (
             refs.dblock_input[:, _chunk_slice(0, d, start, size)].astype(jnp.float32) / streams
         )
@@ -358,7 +358,7 @@ def _backward_kernel(*refs):
             )
             refs.dgate_hidden[...] += _dot(refs.dgate[:, lanes], refs.gate_up[:, lanes], _NT)
 
-    _for_each_channel_chunk(d, through_gate)
+    _for_each_channel_chunk(d, propagate_through_gate)
     dz = (
         refs.dgate_hidden[...] * (sigmoid * (1 + z * (1 - sigmoid))) / streams
         + refs.ddown_products_past_gate[...]
@@ -368,7 +368,7 @@ def _backward_kernel(*refs):
     # From the sums to the streams, and through their norm.
     for s in range(streams):
 
-        def through_down(start, size, s=s):
+        def propagate_through_down(start, size, s=s):
             lanes = _chunk_slice(s, d, start, size)
             # `down` is [E, X], so its rows are channels.
             product = _dot(refs.ddown_products[...], refs.gate_down[lanes], _NT)
@@ -376,7 +376,7 @@ def _backward_kernel(*refs):
                 :, lanes
             ].astype(jnp.float32)
 
-        _for_each_channel_chunk(d, through_down)
+        _for_each_channel_chunk(d, propagate_through_down)
         stream = slice(s * d, (s + 1) * d)
         normed = refs.stream_values[:, stream].astype(jnp.float32) * size_of[s]
         mean = jnp.sum(refs.dnormed[...] * normed, axis=1, keepdims=True) / d

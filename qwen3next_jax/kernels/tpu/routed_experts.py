@@ -319,7 +319,9 @@ def _tile_has_rows(used):
 
 
 def _expert_forward_kernel(expert_T, used, x, weight, gate_up, down, y, *kept):
-    """Computes y of one tile and, if `kept` has a reference for it, the hidden layer."""
+    """Computes y of one tile. `kept` is () or has one reference, to which the kernel writes the
+    tile's hidden layer.
+    """
     has_rows = _tile_has_rows(used)
 
     @pl.when(has_rows)

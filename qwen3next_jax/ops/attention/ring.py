@@ -209,15 +209,17 @@ def _send_around_ring(axis_name, visiting, gradients, result, step):
     n, shard = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     send = lambda tree: jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % n) for i in range(n)])
 
-    def turn(distance, carry):
+    def send_and_compute(distance, carry):
         visiting, gradients, result = carry
         coming, arrived = send(visiting), send(gradients)
         new, result = step(distance <= shard, visiting, result)
         return coming, jax.tree.map(jnp.add, arrived, new), result
 
-    # The last turn sends the visiting arrays although no shard needs them any more. A last turn
+    # The last call sends the visiting arrays although no shard needs them any more. A last call
     # outside the loop would avoid that, but XLA would compile the body of the loop twice.
-    _, gradients, result = jax.lax.fori_loop(1, n, turn, (send(visiting), gradients, result))
+    _, gradients, result = jax.lax.fori_loop(
+        1, n, send_and_compute, (send(visiting), gradients, result)
+    )
     return send(gradients), result
 
 

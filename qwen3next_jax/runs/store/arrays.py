@@ -55,8 +55,8 @@ class OrbaxPath(type(epath.Path("/"))):
         "**".
         """
         folder, _, pattern = pattern.rpartition("/")
-        inside = self / folder
-        for path in inside.iterdir() if inside.is_dir() else ():
+        folder_path = self / folder
+        for path in folder_path.iterdir() if folder_path.is_dir() else ():
             if fnmatch.fnmatchcase(path.name, pattern):
                 yield path
 
@@ -101,23 +101,23 @@ def count_chunks(state: State) -> int:
     return count
 
 
-def check_chunks(folder: dict[str, Any], expected: int) -> None:
+def check_chunks(folder_spec: dict[str, Any], expected_chunks: int) -> None:
     """Checks that Orbax's index of the arrays in a folder names all chunks of the arrays.
 
     Args:
-      folder: TensorStore's specification of the folder.
-      expected: `count_chunks` of the state that was written.
+      folder_spec: TensorStore's specification of the folder.
+      expected_chunks: `count_chunks` of the state that was written.
 
     Raises:
       OSError: chunks are missing, or the index cannot be read.
     """
     try:
-        index = tensorstore.KvStore.open({"driver": "ocdbt", "base": folder}).result()
+        index = tensorstore.KvStore.open({"driver": "ocdbt", "base": folder_spec}).result()
         found = len(index.list().result())
     except ValueError as error:
         raise OSError(f"Orbax's index cannot be read: {one_line(str(error))}") from error
-    if found < expected:
-        raise OSError(f"Orbax's index names {found} of {expected} chunks")
+    if found < expected_chunks:
+        raise OSError(f"Orbax's index names {found} of {expected_chunks} chunks")
 
 
 def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = False) -> State:

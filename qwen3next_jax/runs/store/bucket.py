@@ -97,7 +97,7 @@ class BucketStore(RunStore):
 
     # ---- --restart
 
-    def is_restart_unfinished(self) -> bool:
+    def has_unfinished_move(self) -> bool:
         return (self.workdir / _RESTART_MARK).is_file()
 
     def move_old_run_aside(self) -> None:

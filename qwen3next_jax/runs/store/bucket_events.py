@@ -9,9 +9,9 @@ only the events of a few seconds, and the number of pieces depends only on the n
 Every write is conditional: the piece must have the version that this process wrote or read last. If
 the piece has another version, but this process still has the run's lock, and the piece holds a
 beginning of what is to be written, then the answer to an earlier write was lost, and the process
-writes the piece. If the process finds another version of a piece for any other reason than a lost
-answer, it ends. A process begins with `remove_events_after`, which writes the newest piece again,
-so that a process that had the lock before can no longer write this piece.
+writes the piece. If the piece has another version in any other case, the process ends. A process
+begins with `remove_events_after`, which writes the newest piece again, so that a process that had
+the lock before can no longer write this piece.
 """
 
 import threading
@@ -75,17 +75,17 @@ class BucketEvents(EventLog):
                     end = end or event["time"]
                     if event["event"] == "train":
                         step = step or event["step"]
-                kept = b"".join(
+                kept_content = b"".join(
                     line + b"\n" for line, event in events if is_kept(event, last_step, repeated)
                 )
                 version = entry.version if entry else ABSENT
                 # The newest piece is always written again: another process that still believes it
                 # has the lock then holds an old version of it.
-                if kept != content or path == paths[-1]:
-                    version = path.write(kept, replaces=version)
+                if kept_content != content or path == paths[-1]:
+                    version = path.write(kept_content, replaces=version)
                 if path == paths[-1] and path != self._path:
                     self._number, self._version = int(path.stem), version
-                    self._content = kept
+                    self._content = kept_content
                 if any(e["event"] == "train" and e["step"] <= last_step for _, e in events):
                     break
         return EarlierProgress(end, step)

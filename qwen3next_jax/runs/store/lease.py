@@ -259,11 +259,11 @@ class Lease:
         try:
             self._write_lock()
         except VersionConflict:
-            now = self._read_lock()
-            if now is not None and now[1].get("owner") == self._record["owner"]:
-                self._version = now[0]
+            found_lock = self._read_lock()
+            if found_lock is not None and found_lock[1].get("owner") == self._record["owner"]:
+                self._version = found_lock[0]
                 return
-            other = now[1] if now else {}
+            other = found_lock[1] if found_lock else {}
             self.end_process(
                 ExitCode.TAKEN_OVER,
                 f"{_describe_owner(other)} has taken over this run, because this process did not "

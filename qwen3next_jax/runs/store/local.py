@@ -97,7 +97,7 @@ class LocalStore(RunStore):
 
     # ---- --restart
 
-    def is_restart_unfinished(self) -> bool:
+    def has_unfinished_move(self) -> bool:
         return self._unfinished_move_folder() is not None
 
     def _unfinished_move_folder(self) -> pathlib.Path | None:

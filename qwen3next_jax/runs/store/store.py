@@ -85,7 +85,7 @@ class RunStore(abc.ABC):
     # ---- --restart
 
     @abc.abstractmethod
-    def is_restart_unfinished(self) -> bool:
+    def has_unfinished_move(self) -> bool:
         """Whether a process was killed in `move_old_run_aside`, so that files of the old run
         remain. The next start moves the remaining files, with or without --restart.
         """

@@ -8,11 +8,11 @@ import optax
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import OptimizerConfig
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 
 def direction(
-    config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
+    config: OptimizerConfig, declared: Mapping[str, ParameterDeclaration], mesh: Mesh | None
 ) -> optax.GradientTransformation:
     """Returns the transformation of gradients to AdamW's direction. The arguments are explained in
     `training.optimizer.make_optimizer`.
@@ -27,10 +27,12 @@ def mean_dtype(config: OptimizerConfig) -> str | None:
     return "bfloat16" if config.mean_dtype == "bfloat16" else None
 
 
-def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
-    """Returns the factor of a parameter's learning rate: 1 / of_in. Compared with a model of the
-    base width, the product with the parameter sums over `of_in` times as many inputs, and has
-    `of_out` times as many outputs. The elements of AdamW's direction have the same size in any
-    model, and the product adds up their effects over the inputs (2203.03466).
+def rate_over_width(
+    declared: ParameterDeclaration, input_growth: float, output_growth: float
+) -> float:
+    """Returns the factor of a parameter's learning rate: 1 / input_growth. Compared with a model of
+    the base width, the product with the parameter sums over `input_growth` times as many inputs,
+    and has `output_growth` times as many outputs. The elements of AdamW's direction have the same
+    size in any model, and the product adds up their effects over the inputs (2203.03466).
     """
-    return 1 / of_in
+    return 1 / input_growth

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
-from qwen3next_jax.model.parameters import Declared, ParameterPart
+from qwen3next_jax.model.parameters import ParameterDeclaration, ParameterPart
 from qwen3next_jax.sharding.rules import SLICE, storage_spec
 from qwen3next_jax.training.optimizers import adamw
 
@@ -51,7 +51,7 @@ class MuonState(NamedTuple):
 
 
 def direction(
-    config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
+    config: OptimizerConfig, declared: Mapping[str, ParameterDeclaration], mesh: Mesh | None
 ) -> optax.GradientTransformation:
     """Returns the transformation of gradients to Muon's direction for parameters of the kind
     "matrix", and to AdamW's direction for all others. The arguments are explained in
@@ -67,26 +67,28 @@ def direction(
     )
 
 
-def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
+def rate_over_width(
+    declared: ParameterDeclaration, input_growth: float, output_growth: float
+) -> float:
     """Returns the factor of the learning rate, as `adamw.rate_over_width` does. For matrices, the
     factor makes the spectral norm of an update proportional to √(out / in) (2310.17813, condition
     1); the spectral norm of Muon's direction is proportional to √max(in, out).
     """
     if declared.kind != "matrix":
-        return adamw.rate_over_width(declared, of_in, of_out)
+        return adamw.rate_over_width(declared, input_growth, output_growth)
 
     def size(letter):
-        return math.prod(n for n, own in zip(declared.shape, declared.dim_roles) if own == letter)
+        return math.prod(n for n, role in zip(declared.shape, declared.dim_roles) if role == letter)
 
     rows, columns = size("i"), size("o")
     if declared.parts:
         columns = columns // declared.shape[-1] * max(_part_widths(declared, per_head=False))
-    of_norm = math.sqrt(max(rows, columns) / max(rows / of_in, columns / of_out))
-    return math.sqrt(of_out / of_in) / of_norm
+    norm_growth = math.sqrt(max(rows, columns) / max(rows / input_growth, columns / output_growth))
+    return math.sqrt(output_growth / input_growth) / norm_growth
 
 
 def _muon(
-    config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
+    config: OptimizerConfig, declared: Mapping[str, ParameterDeclaration], mesh: Mesh | None
 ) -> optax.GradientTransformation:
     """Returns the transformation of gradients to Muon's direction. All parameters have to be
     of the kind "matrix".
@@ -102,8 +104,8 @@ def _muon(
             optax.tree.bias_correction(momentum, beta, count + 1),
             optax.tree.bias_correction(grads, beta, count),
         )
-        kept = optax.tree.cast(momentum, dtype)
-        return orthogonalised(nesterov, declared, config, mesh), MuonState(count, kept)
+        stored_momentum = optax.tree.cast(momentum, dtype)
+        return orthogonalised(nesterov, declared, config, mesh), MuonState(count, stored_momentum)
 
     def init(params):
         zeros = optax.tree.zeros_like(params, dtype=dtype)
@@ -113,7 +115,10 @@ def _muon(
 
 
 def orthogonalised(
-    tree: Any, declared: Mapping[str, Declared], config: OptimizerConfig, mesh: Mesh | None
+    tree: Any,
+    declared: Mapping[str, ParameterDeclaration],
+    config: OptimizerConfig,
+    mesh: Mesh | None,
 ) -> Any:
     """Orthogonalises every matrix in the arrays of `tree`, and scales the results. The elements of
     the result for a matrix of full rank have a root mean square of about UPDATE_RMS.
@@ -164,7 +169,7 @@ def orthogonalised(
     )
 
 
-def _part_widths(declared: Declared, per_head: bool) -> list[int]:
+def _part_widths(declared: ParameterDeclaration, per_head: bool) -> list[int]:
     """Returns the widths of the parts into which `orthogonalised` splits a parameter's last
     dimension: one part for each of the matrices that lie side by side in it. With `per_head`, each
     of the heads that lie side by side in such a matrix becomes a part.
@@ -176,7 +181,7 @@ def _part_widths(declared: Declared, per_head: bool) -> list[int]:
     return widths
 
 
-class Layout(NamedTuple):
+class StackLayout(NamedTuple):
     """How the array of a part is reshaped to a stack [*S, M, m, n] of its matrices [m, n], m ≤ n.
     The array's other dimensions (layers, experts, heads, …) number the matrices. Of the dimensions
     that number the matrices, S are those that the mesh splits, and M is the product of the sizes of
@@ -212,7 +217,9 @@ class Layout(NamedTuple):
         return self.shape[:-3], tuple(sorted(self.shape[-2:])), tuple(self.spec)
 
 
-def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -> Layout:
+def _layout(
+    declared: ParameterDeclaration, width: int, per_head: bool, mesh: Mesh | None
+) -> StackLayout:
     """Returns the layout of a part that is `width` wide along the parameter's last dimension. In
     the product that uses the parameter, the dimensions that the product sums over become the rows
     of a matrix, and the dimensions of the product's result become its columns.
@@ -238,7 +245,7 @@ def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -
     # first of them only. If the mesh splits another one (such as the width of heads), it is
     # gathered.
     matrix_spec = [spec[dims[0]] if dims else None for dims in (rows, columns)]
-    return Layout(
+    return StackLayout(
         order,
         tuple(shape[dim] for dim in order),
         (*(shape[dim] for dim in split), math.prod(shape[dim] for dim in unsplit), m, n),
@@ -253,9 +260,9 @@ def _orthogonalise_on_mesh(
     """Applies `_orthogonalise` to a stack [*S, M, m, n] whose M matrices are shared by the devices.
 
     The mesh axes that split rows and columns are moved to M one at a time; each move is an
-    all-to-all. Mesh axes along which the devices hold copies of the stack are made to split M as
-    well, which costs an all-gather after the iterations. The mesh axis `slice` is an exception: an
-    all-gather along `slice` would cross the network between slices.
+    all-to-all. A mesh axis along which the devices hold copies of the stack splits M, too, during
+    the iterations, which costs an all-gather after the iterations. The mesh axis `slice` is an
+    exception: an all-gather along `slice` would cross the network between slices.
     """
     if mesh is None:
         return _orthogonalise(stack, config)

@@ -68,19 +68,19 @@ def indexed_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention_of_selection(call, *arrays):
-    return _attention_forward(call, *arrays)[0]
+def _attention_of_selection(chosen_and_ratio, *arrays):
+    return _attention_forward(chosen_and_ratio, *arrays)[0]
 
 
-def _attention_forward(call, *arrays):
-    chosen, ratio = call
+def _attention_forward(chosen_and_ratio, *arrays):
+    chosen, ratio = chosen_and_ratio
     results = chosen.function_named("forward")(ratio, *arrays)
     o_BTNK, logsumexp_BNT = save_for_backward(results, "attention")
     return o_BTNK, (arrays, o_BTNK, logsumexp_BNT)
 
 
-def _attention_backward(call, saved, do_BTNK):
-    (chosen, ratio), (arrays, o_BTNK, logsumexp_BNT) = call, saved
+def _attention_backward(chosen_and_ratio, saved, do_BTNK):
+    (chosen, ratio), (arrays, o_BTNK, logsumexp_BNT) = chosen_and_ratio, saved
     function = chosen.function_named("backward")
     return None, None, None, *function(ratio, *arrays, o_BTNK, logsumexp_BNT, do_BTNK)
 

@@ -87,14 +87,18 @@ def pair_attention(
         q, t_BC, ids_BC = inputs
         t_BC1, s_B1S = t_BC[..., None], kv_positions[:, None]
         s_BNCS, visible = score(q, k, t_BC1, s_B1S), seen(t_BC1, s_B1S)
-        same = True if ids_BC is None else ids_BC[..., None] == kv_segment_ids[:, None]
+        same_document = True if ids_BC is None else ids_BC[..., None] == kv_segment_ids[:, None]
         if num_selected_keys:
-            always_BCS, maybe_BCS = (x & same for x in visible)
+            always_BCS, maybe_BCS = (x & same_document for x in visible)
             far_BNCS = jnp.where(maybe_BCS[:, None], s_BNCS, -jnp.inf)
-            least = jax.lax.top_k(far_BNCS, min(num_selected_keys, far_BNCS.shape[-1]))[0][..., -1:]
-            visible_BNCS = always_BCS[:, None] | (maybe_BCS[:, None] & (s_BNCS >= least))
+            least_selected_score = jax.lax.top_k(
+                far_BNCS, min(num_selected_keys, far_BNCS.shape[-1])
+            )[0][..., -1:]
+            visible_BNCS = always_BCS[:, None] | (
+                maybe_BCS[:, None] & (s_BNCS >= least_selected_score)
+            )
         else:
-            visible_BNCS = (visible & same)[:, None]
+            visible_BNCS = (visible & same_document)[:, None]
         b, n, c, keys = s_BNCS.shape
         s_BNCS = jnp.where(visible_BNCS, s_BNCS, _HIDDEN)
         if sink is not None:

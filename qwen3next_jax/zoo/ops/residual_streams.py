@@ -162,7 +162,7 @@ def _mix_backward(options: _StaticOptions, saved, gradients):
         options.implementation.function_named("backward"),
         (weights,),
         *(h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, dinner_BTX),
-        sums=True,
+        returns_sums=True,
     )
     dtype, z_BTR = h_BTE.dtype, inner_BTX[..., : up_RE.shape[0]] / options.stream_count
     dup_RE = _weight_gradient(jax.nn.silu(z_BTR).astype(dtype), dgate_BTE)
@@ -181,7 +181,13 @@ _differentiable_mix.defvjp(_mix_forward, _mix_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable_add(options: _StaticOptions, h_BTE, y_BTD, a_BTS):
     return _run_on_each_device(
-        options, options.implementation.function_named("write"), (), h_BTE, y_BTD, a_BTS, results=1
+        options,
+        options.implementation.function_named("write"),
+        (),
+        h_BTE,
+        y_BTD,
+        a_BTS,
+        num_results=1,
     )
 
 
@@ -192,7 +198,7 @@ def _add_backward(options: _StaticOptions, saved, dh_BTE):
         (),
         *saved,
         dh_BTE,
-        results=2,
+        num_results=2,
     )
 
 
@@ -209,7 +215,12 @@ def _weight_gradient(left_BTI, right_BTO):
 
 
 def _run_on_each_device(
-    options: _StaticOptions, function, weights, *arrays, results: int = 3, sums: bool = False
+    options: _StaticOptions,
+    function,
+    weights,
+    *arrays,
+    num_results: int = 3,
+    returns_sums: bool = False,
 ):
     """Returns function(*weights, *arrays). A kernel runs on each device's own tokens, and gets
     arrays [B · T, …].
@@ -219,22 +230,23 @@ def _run_on_each_device(
       function: the function of the implementation.
       weights: a tuple of one item, the weights, which every device has as a whole; or ().
       arrays: arrays [B, T, …].
-      results: the number of results [B, T, …].
-      sums: whether the function returns one more array: for each device, sums over its tokens.
+      num_results: the number of results [B, T, …].
+      returns_sums: whether the function returns one more array: for each device, sums over its
+        tokens.
     """
     if not options.implementation.is_kernel:
         return function(*weights, *arrays)
 
-    single = results == 1 and not sums
+    single = num_results == 1 and not returns_sums
 
     def on_device(weights, *arrays):
         found = function(*weights, *(x.reshape(-1, x.shape[-1]) for x in arrays))
         found = (found,) if single else found
         leading = arrays[0].shape[:2]
-        return *(x.reshape(*leading, -1) for x in found[:results]), *found[results:]
+        return *(x.reshape(*leading, -1) for x in found[:num_results]), *found[num_results:]
 
-    out_specs = [activation_spec("batch", options.logical_time_axis, None)] * results
-    if sums:
+    out_specs = [activation_spec("batch", options.logical_time_axis, None)] * num_results
+    if returns_sums:
         out_specs.append(P(_mesh_axes_of_tokens(options.logical_time_axis)))
     found = per_shard(
         on_device,

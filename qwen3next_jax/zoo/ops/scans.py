@@ -234,9 +234,9 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
     entering = state
     if axis_name is not None:
         shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
-        of_shards = jax.lax.all_gather((totals[:, -1], m[:, -1]), axis_name)
+        total_of_shard, maximum_of_shard = jax.lax.all_gather((totals[:, -1], m[:, -1]), axis_name)
         for earlier in range(shards - 1):
-            after = jnp.maximum(of_shards[0][earlier] + entering, of_shards[1][earlier])
+            after = jnp.maximum(total_of_shard[earlier] + entering, maximum_of_shard[earlier])
             entering = jnp.where(earlier < shard, after, entering)
     m = jnp.maximum(m, totals + entering[:, None])
     before = jnp.where(

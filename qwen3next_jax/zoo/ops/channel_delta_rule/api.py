@@ -131,7 +131,7 @@ def channel_delta_rule(
         if initial_state is None
         else initial_state.astype(wide)
     )
-    reads_before_write, own = read == "before", q
+    reads_before_write, bonus_q = read == "before", q
     if segment_ids is not None:
         ids = segment_ids
         earlier = ids[:, :1]
@@ -151,7 +151,7 @@ def channel_delta_rule(
             else jnp.where(over(live, value_log_decay), value_log_decay, 0)
         )
         g = jnp.where(over(new, g), -jnp.inf, g)
-        own = q
+        bonus_q = q
         # otherwise a document's first token would read the state of the document before
         q = jnp.where(over(new, q), 0, q) if reads_before_write else q
     run = functools.partial(
@@ -165,7 +165,9 @@ def channel_delta_rule(
     else:
         o, final = two_sided.run_across_shards(run, axis_name, x, state, reads_before_write)
     if bonus is not None:
-        q_BTHK, k_BTHK = (jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (own, k))
+        q_BTHK, k_BTHK = (
+            jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (bonus_q, k)
+        )
         o = o + jnp.sum(q_BTHK * bonus.astype(wide) * k_BTHK, axis=-1, keepdims=True) * v.astype(
             wide
         )

@@ -407,10 +407,14 @@ def _input_gradients(
     ):
         dq_scaled, dk_scaled = decay_levels.pair_products_backward(d, q, k, level, dots.nn, dots.tn)
         if n is not None:
-            de_scaled, of_written = decay_levels.pair_products_backward(
+            de_scaled, dk_scaled_of_writes = decay_levels.pair_products_backward(
                 n, e, k, level, dots.nn, dots.tn
             )
-            dk_scaled = dk_scaled + de_scaled + of_written if by_key else dk_scaled + of_written
+            dk_scaled = (
+                dk_scaled + de_scaled + dk_scaled_of_writes
+                if by_key
+                else dk_scaled + dk_scaled_of_writes
+            )
         dq, dk = (
             dq + c.decays.query_by_level[level] * dq_scaled,
             dk + c.decays.by_level[level] * dk_scaled,
@@ -424,10 +428,10 @@ def _input_gradients(
         by_read.append(q * dq_scaled)
     total = jnp.swapaxes(c.total_decay * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
     enter = jnp.zeros_like(c.k) if seen is None else c.erase_keys * seen
-    of_sums = decay_levels.DecayExponents(
+    exponent_gradients = decay_levels.DecayExponents(
         tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total
     )
     (dg,) = jax.vjp(
         lambda g: decay_levels.decay_exponents(g, reads_before_write), jnp.zeros_like(c.k)
-    )[1](of_sums)
+    )[1](exponent_gradients)
     return dq, dk, dv, dg, dbeta, None, None if by_key else de

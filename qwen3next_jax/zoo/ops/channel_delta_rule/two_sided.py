@@ -37,25 +37,25 @@ def chunked_with_value_decay(x: TokenArrays, initial_state, *, size: int, reads_
             jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.repeat_key_heads()[:6]
         )
         v = beta[..., None] * v
-        of_keys, of_values = (
+        key_decays, value_decays = (
             jax.tree.map(jnp.exp, decay_levels.decay_exponents(decay, reads_before_write))
             for decay in (g, value_log_decay)
         )
-        o = of_values.query_from_start * dots.nn(q * of_keys.query_from_start, state_BHKV)
+        o = value_decays.query_from_start * dots.nn(q * key_decays.query_from_start, state_BHKV)
         if not reads_before_write:
             o = o + row_dot_products(q, k) * v
-        for level in range(len(of_keys.by_level)):
+        for level in range(len(key_decays.by_level)):
             reads, keys, values = (
-                q * of_keys.query_by_level[level],
-                k * of_keys.by_level[level],
-                v * of_values.by_level[level],
+                q * key_decays.query_by_level[level],
+                k * key_decays.by_level[level],
+                v * value_decays.by_level[level],
             )
-            o = o + of_values.query_by_level[level] * decay_levels.level_products_times_values(
+            o = o + value_decays.query_by_level[level] * decay_levels.level_products_times_values(
                 reads, keys, values, level, dots
             )
-        carry = jnp.swapaxes(of_keys.total, -1, -2) * of_values.total
+        carry = jnp.swapaxes(key_decays.total, -1, -2) * value_decays.total
         state_BHKV = carry * state_BHKV + product_of_split_operands(
-            dots.tn, k * of_keys.to_end, v * of_values.to_end, dots, -2, -2
+            dots.tn, k * key_decays.to_end, v * value_decays.to_end, dots, -2, -2
         )
         return state_BHKV, jnp.moveaxis(o, 2, 1)
 
