@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
     title = "Scaling: " + " · ".join(path.name for path in paths)
     try:
         write_text_atomically(
-            folder / "scaling.html", render_page(scaling, title, _METRIC.value, _RESAMPLES.value)
+            folder / "scaling.html",
+            render_page(scaling, title, _METRIC.value, _RESAMPLES.value, _SIZE.value),
         )
         write_text_atomically(folder / "scaling.json", as_json(scaling))
     except OSError as error:

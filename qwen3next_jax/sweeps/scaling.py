@@ -81,19 +81,19 @@ class LossFit:
 
 class Interval(NamedTuple):
     """A value, and the low and the high end of its bootstrap interval, which contains the share
-    `CONFIDENCE` of the resampled values.
+    `CONFIDENCE` of the resampled values. The ends are None if the data give no interval.
     """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     @property
     def is_determined(self) -> bool:
         """Whether the interval is positive and its high end is at most `DETERMINED` times its low
         end. Then the data determine the value.
         """
-        return 0 < self.low and self.high <= DETERMINED * self.low
+        return self.low is not None and 0 < self.low and self.high <= DETERMINED * self.low
 
 
 class Optimum(NamedTuple):
@@ -167,7 +167,9 @@ class IsoFlopFit(NamedTuple):
     Attributes:
       parabolas: a parabola for each budget with at least three sizes, in the order of the budgets.
       size_exponent: the exponent a of the line N = G C^a through the minima; None if fewer than two
-        parabolas have a minimum between the sizes of their runs.
+        parabolas have a minimum between the sizes of their runs. It has no interval if every such
+        parabola has three runs, which it meets exactly, or if many resampled parabolas have no
+        minimum.
       size_factor: the factor G of the line N = G C^a; NaN if `size_exponent` is None.
     """
 
@@ -254,7 +256,7 @@ def _read_results_json(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any
     path = given / "results.json" if given.is_dir() else given
     try:
         record = json_files.read(path)
-        points = record["points"]
+        points, axes = record["points"], record.get("axes", {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: cannot be read as the results of a sweep: expected the folder of a sweep "
@@ -263,6 +265,10 @@ def _read_results_json(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any
     require(
         isinstance(points, list) and all(isinstance(point, dict) for point in points),
         f"{path}: points: expected a list of objects",
+    )
+    require(
+        isinstance(axes, dict) and all(isinstance(values, list) for values in axes.values()),
+        f"{path}: axes: expected an object of lists",
     )
     return path, record
 
@@ -296,10 +302,11 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
     """Checks that the runs can determine the constants.
 
     Raises:
-      UserError: there are too few runs, sizes or numbers of tokens; or the number of tokens is a
-        power of the size in all runs.
+      UserError: there are too few runs, sizes or numbers of tokens, or too few pairs of a size and
+        a number of tokens; or the number of tokens is a power of the size in all runs.
     """
-    sizes, tokens = ({round(math.log(run[i]), 6) for run in runs} for i in (1, 2))
+    pairs = {tuple(round(math.log(run[i]), 6) for i in (1, 2)) for run in runs}
+    sizes, tokens = ({pair[i] for pair in pairs} for i in (0, 1))
     least = len(CONSTANTS) + 1
     require(
         len(runs) >= least,
@@ -312,6 +319,12 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
             f"{len(values)} different {what}: expected at least 3, as a power law over them has 3 "
             "constants: add points to the sweep",
         )
+    require(
+        len(pairs) >= len(CONSTANTS),
+        f"{len(pairs)} different pairs of a size and a number of tokens (runs that differ only in "
+        f"the seed count once): expected at least {len(CONSTANTS)}, the number of constants: add "
+        "points to the sweep",
+    )
     correlation = np.corrcoef(np.log([run.size for run in runs]), np.log([r.tokens for r in runs]))
     require(
         abs(correlation[0, 1]) < 0.999,
@@ -488,7 +501,9 @@ def fit_parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
 def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlopFit:
     """Fits isoFLOP parabolas, and the line N = G C^a through those minima that lie between the
     sizes of the runs. The interval of the exponent a is computed from fits of resampled residuals
-    of the parabolas.
+    of the parabolas. There is no interval if the parabolas have no residuals, because a parabola
+    meets three runs exactly; or if more of the resampled exponents than an interval leaves out at
+    one end do not exist.
     """
     found = fit_parabolas(runs)
     used = [parabola for parabola in found if math.isfinite(parabola.best_size_within_runs)]
@@ -496,6 +511,8 @@ def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFl
         return IsoFlopFit(found, None, math.nan)
     exponent, factor = _fit_line_of_minima(used)
     runs = [run for parabola in used for run in parabola.runs]
+    if len(runs) == 3 * len(used):
+        return IsoFlopFit(found, Interval(exponent, None, None), factor)
     fitted = np.concatenate([p([run.size for run in p.runs]) for p in used])
     residuals = _inflate_residuals(np.array([run.loss for run in runs]) - fitted, 3 * len(used))
     rng = np.random.default_rng(seed)
@@ -505,7 +522,10 @@ def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFl
         made = [run._replace(loss=loss) for run, loss in zip(runs, fitted + noise, strict=True)]
         exponents.append(_fit_line_of_minima(fit_parabolas(made))[0])
     exponents = [value for value in exponents if math.isfinite(value)]
-    return IsoFlopFit(found, _confidence_interval(exponent, exponents or [exponent]), factor)
+    interval = Interval(exponent, None, None)
+    if len(exponents) >= (1 + CONFIDENCE) / 2 * resamples:
+        interval = _confidence_interval(exponent, exponents)
+    return IsoFlopFit(found, interval, factor)
 
 
 def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
@@ -516,7 +536,8 @@ def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
     if not np.isfinite(points).all():
         return math.nan, math.nan
     slope, offset = np.polyfit(*points.T, 1)
-    return float(slope), float(np.exp(offset))
+    with np.errstate(over="ignore"):  # of a resampled line, whose G is not used
+        return float(slope), float(np.exp(offset))
 
 
 def predict_losses(

@@ -2,6 +2,7 @@
 named.
 """
 
+import dataclasses
 import json
 import math
 
@@ -16,6 +17,7 @@ from qwen3next_jax.sweeps.scaling import (
     ScalingRun,
     analyse_scaling,
     compute_optimal_size,
+    fit_iso_flop,
     fit_loss,
     fit_parabolas,
     flops_per_token_by_size,
@@ -89,6 +91,20 @@ def test_parabolas_find_minima_between_sizes_only():
     assert math.isnan(outside.best_size_within_runs)
 
 
+def test_parabolas_without_residuals_give_no_interval():
+    """A parabola meets three runs exactly, whatever their noise."""
+    exact, residual = (fit_iso_flop(ladder(noise=1e-2, sizes=n), 40, 0) for n in (3, 4))
+    assert exact.size_exponent.low is None
+    assert residual.size_exponent.low < residual.size_exponent.high
+
+
+def test_lost_minima_give_no_interval():
+    """With this noise, every tenth parabola of resampled losses has no minimum."""
+    noisy = ladder(noise=3e-2, seed=2, budgets=(1e18, 3e18))
+    assert len(fit_parabolas(noisy)) == 2
+    assert fit_iso_flop(noisy, 100, 0).size_exponent.low is None
+
+
 def test_unseen_runs_are_predicted_within_the_interval():
     runs = ladder(noise=2e-3, seed=3)
     (found,) = predict_losses(runs[:-1], runs[-1:], resamples=40, seed=0)
@@ -125,6 +141,12 @@ def test_text_page_and_json_are_whole():
     text = render_page(scaling, "title", "heldout loss", 20)
     assert text.count("<figure") == 4
     assert "nan" not in text
+    assert "N (parameters)" in text
+    assert "N (parameters)" not in render_page(scaling, "title", "heldout loss", 20, "flops")
+    three_sizes = fit_iso_flop(ladder(noise=1e-2, sizes=3), 20, 0)
+    scaling = dataclasses.replace(scaling, iso_flop=three_sizes)
+    assert "(no interval)" in as_text(scaling, 20)
+    assert json.loads(as_json(scaling))["iso_flop_exponent"]["high"] is None
 
 
 def test_too_few_runs_are_refused():
@@ -132,10 +154,12 @@ def test_too_few_runs_are_refused():
     same_size = [run._replace(size=1e8 * (1 + i % 2)) for i, run in enumerate(runs)]
     same_tokens = [run._replace(tokens=1e9) for run in runs]
     in_step = [run._replace(tokens=20 * run.size) for run in runs]
+    few_pairs = [run._replace(name=seed) for run in runs[4:15:3] for seed in "01"]
     for wrong, name in (
         (runs[:5], "5 runs"),
         (same_size, "sizes of the model"),
         (same_tokens, "numbers of tokens"),
+        (few_pairs, "4 different pairs"),
         (in_step, "the numbers of tokens are a power"),
     ):
         with refused(name):
@@ -166,7 +190,7 @@ def test_results_without_counts_are_refused(tmp_path):
         write(point | {"parameters": count})
         with refused("a=1", "parameters"):
             read_runs([file])
-    for wrong in ("", "[]", '{"points": 3}'):
+    for wrong in ("", "[]", '{"points": 3}', '{"points": [], "axes": [3]}'):
         file.write_text(wrong)
         with refused("results.json"):
             read_runs([file])
