@@ -176,6 +176,20 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
     (tokenizers,), charts = warnings(a=dict, b=lambda record: record | {"tokenizer": "other"})
     assert "a | b" in tokenizers
     assert charts == 3  # loss, MTP loss, accuracy: not bits per byte
+
+    def other_settings(**changes):
+        def change(record):
+            for name, value in changes.items():
+                group, _, key = name.partition("__")
+                record["config"][group][key] = value
+            return record
+
+        return change
+
+    # The order of the held-out rows depends on the sizes of the sources, not on their weights.
+    assert warnings(a=dict, b=other_settings(data__weights="3,1")) == ([], 0)
+    (texts,), _ = warnings(a=dict, b=other_settings(data__seed=1, train__sequence_length=64))
+    assert "data.seed, train.sequence_length: a | b" in texts
     (texts,), charts = warnings(a=dict, b=other_text)
     assert "data.path: a | b" in texts
     assert charts == 3  # loss, bits per byte, drafts
@@ -214,6 +228,11 @@ def test_a_run_without_metrics_is_named(tmp_path):
     by_layer = [f for f in re.findall("<figure.*?</figure>", text, re.S) if " by layer<" in f]
     assert by_layer
     assert all("Not measured: d." in figure for figure in by_layer)
+
+
+def test_runs_of_one_page_have_distinct_names():
+    named = [runs.run_from_events(name, {}, []) for name in ("a", "a", "a (2)")]
+    assert len({run.name for run in page._with_distinct_names(named)}) == 3
 
 
 def test_ticks_of_steps_are_whole_numbers():
