@@ -99,11 +99,12 @@ def _subtitle(sweep: Sweep, results: Sequence[PointResult], done: int) -> str:
         match = (
             f", MLP widths chosen so that every point has the {sweep.match_widths_by} of the first"
         )
-    seed = results[0].point.config.data.seed
+    seeds = sorted({config.data.seed for config in configs})
     return (
         f"{done} of {len(results)} points done · base {sweep.base_path} · {tokens} tokens a "
-        f"point{match} · data seed {seed}: points on the same data see the same rows in the same "
-        "order" + "".join(f" · {sentence}" for sentence in sweep.override_sentences)
+        f"point{match} · data seed {', '.join(map(str, seeds))}: points on the same data, with the "
+        "same data seed, see the same rows in the same order"
+        + "".join(f" · {sentence}" for sentence in sweep.override_sentences)
     )
 
 

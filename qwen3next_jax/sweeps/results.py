@@ -24,6 +24,9 @@ from qwen3next_jax.common.metrics import (
     evaluation_name_of_event,
     metric_values_of_event,
 )
+from qwen3next_jax.common.trees import flatten
+from qwen3next_jax.config import to_dict
+from qwen3next_jax.reporting.runs import differing_heldout_settings
 from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
 
@@ -115,7 +118,7 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> PointR
         active_seconds=seconds,
         failure_reason=failed,
         training_losses=tuple(
-            (e["step"], e["loss"]) for e in train if isinstance(e["loss"], float)
+            (e["step"], e["loss"]) for e in train if isinstance(e.get("loss"), float)
         ),
         has_report_page=(workdir / "report.html").exists(),
         device_names=training_devices(events),
@@ -219,7 +222,7 @@ def to_json(
             **r.point.axis_values,
             "steps": r.last_step,
             **{name: _round_to_five_digits(value.value) for name, value in r.final_metrics.items()},
-            "tokens_per_second": _round_to_five_digits(r.tokens_per_second),
+            "tokens_per_second": _finite_or_none(r.tokens_per_second),
             **r.costs,
             "seconds": round(r.active_seconds),
             "command": commands[r.point.name],
@@ -235,6 +238,11 @@ def to_json(
         "points": points,
     }
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+
+
+def _finite_or_none(value: float) -> float | None:
+    """Returns `value` rounded to five significant digits; None for NaN, which JSON cannot hold."""
+    return _round_to_five_digits(value) if math.isfinite(value) else None
 
 
 def _round_to_five_digits(value: float) -> float:
@@ -329,10 +337,16 @@ def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]
     """Returns findings: one for each line in the chart of each main metric, where the metric is
     measured over all held-out rows or over the rows of one data source. A finding says which value
     on the x axis has the best mean over the seeds, which other values have seeds that are as good
-    as a seed of the best value, and which values are worse at every seed.
+    as a seed of the best value, and which values are worse at every seed. If the points of a line
+    were evaluated on different text, the first sentence says so.
     """
     x = sweep.x_axis.rpartition(".")[2]
     sentences = []
+    if differing := _heldout_settings_along_x(sweep, results):
+        sentences.append(
+            f"Points with different {x} were evaluated on different text "
+            f"({', '.join(differing)}): a better value may come from easier text."
+        )
     for name, metric in (main_metrics(results) | source_metrics(results)).items():
         if not metric.better:
             continue
@@ -341,6 +355,21 @@ def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]
                 subject = metric_title(name, metric) + (f" ({label})" if label else "")
                 sentences.append(_finding_sentence(x, subject, metric.better, line))
     return sentences
+
+
+def _heldout_settings_along_x(sweep: Sweep, results: Iterable[PointResult]) -> list[str]:
+    """Returns the settings, other than axes of seeds, that choose the held-out text and that differ
+    between points of one line in the charts over the x axis.
+    """
+    hidden = (sweep.x_axis, *seed_axes(sweep))
+    lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        line = tuple(at for axis, at in result.point.axis_values.items() if axis not in hidden)
+        lines.setdefault(line, []).append(flatten(to_dict(result.point.config)))
+    differing = dict.fromkeys(
+        name for settings in lines.values() for name in differing_heldout_settings(settings)
+    )
+    return [name for name in differing if name not in seed_axes(sweep)]
 
 
 def _finding_sentence(x: str, subject: str, better: str, line: dict[str, SeedSpread]) -> str:
