@@ -14,7 +14,7 @@ from benchmarks.reporting.report import open_in_chromium, write_run
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.reporting import page, runs
-from qwen3next_jax.reporting.charts import Axis, Line, line_chart
+from qwen3next_jax.reporting.charts import Axis, Line, heatmap, line_chart, tick_labels
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING, load_run
 from qwen3next_jax.runs import train
@@ -240,6 +240,27 @@ def test_ticks_of_steps_are_whole_numbers():
         ticks = Axis(0, last, 0, 600, whole_ticks=True).tick_values(6)
         assert len(ticks) > 1
         assert all(tick == int(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize("low, high", [(2.0001, 2.0004), (0.0, 3e-13), (1.2e6, 1.2001e6)])
+def test_neighbouring_ticks_have_different_labels(low, high):
+    labels = tick_labels(Axis(low, high, 0, 600).tick_values(5))
+    assert len(set(labels)) == len(labels) > 1
+
+
+def test_a_band_is_drawn_around_gaps():
+    y, low, high = ([v, v + 1, np.nan, v, v + 1] for v in (2.0, 1.0, 3.0))
+    (band,) = re.findall(
+        'class="band" d="(.*?)"', line_chart("", [Line("a", range(5), y, low, high)])
+    )
+    assert band.count("Z") == 2
+    assert "nan" not in band
+
+
+def test_a_heatmap_names_exact_steps():
+    steps = np.array([123_450, 123_460])
+    page = heatmap("", np.eye(2), rows="ab", columns=steps, row_label="", column_label="step")
+    assert '"columns":["123450","123460"]' in page
 
 
 def test_a_legend_has_only_named_lines():
