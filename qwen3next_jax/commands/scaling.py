@@ -45,12 +45,17 @@ def main(arguments: list[str]) -> int:
             "runs/sweeps/ladder"
         )
     # scipy takes a moment to load.
-    from qwen3next_jax.sweeps.scaling import analyse_scaling, missing_point_sentences, read_runs
+    from qwen3next_jax.sweeps.scaling import (
+        analyse_scaling,
+        missing_point_sentences,
+        mixed_axis_sentences,
+        read_runs,
+    )
     from qwen3next_jax.sweeps.scaling_report import as_json, as_text, render_page
 
     paths = [to_path(argument) for argument in arguments]
     runs = read_runs(paths, _METRIC.value, _SIZE.value)
-    for sentence in missing_point_sentences(paths):
+    for sentence in missing_point_sentences(paths) + mixed_axis_sentences(paths):
         print(escape_control(sentence), file=sys.stderr)
     scaling = analyse_scaling(runs, _RESAMPLES.value, _SEED.value)
     print(escape_control_in_lines(as_text(scaling, _RESAMPLES.value)))

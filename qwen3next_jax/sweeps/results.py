@@ -41,8 +41,8 @@ class PointResult:
       final_metrics: name → value at the last step of the run, for the metrics of all evaluations,
         such as "heldout loss" or "mqar accuracy/8 pairs"; {} until the point is done.
       tokens_per_second: the median over the "train" events; NaN before the first such event.
-      active_seconds: the wall time during which a process of the run was active. The time between
-        the end of a process and a restart does not count.
+      active_seconds: the wall time during which a process of the run was active. Steps that were
+        lost count; the time between the end of a process and a restart does not.
       failure_reason: why the runner gave up the point; "" if it did not.
       training_losses: (step, training loss) of the run so far.
       has_report_page: whether the run has written its report.html.
@@ -108,8 +108,10 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> PointR
     speeds = [speed for speed in speeds if isinstance(speed, (int, float))]
     seconds = 0.0
     for event, following in zip(events, events[1:]):
-        if following["event"] != "start":
-            seconds += following["time"] - event["time"]
+        end = following["time"]
+        if following["event"] == "start":  # events of lost steps were removed before it
+            end = following.get("previous_end") or event["time"]
+        seconds += max(end - event["time"], 0.0)
     return PointResult(
         point,
         last_step=train[-1]["step"] if train else 0,
@@ -404,6 +406,8 @@ def _finding_sentence(x: str, subject: str, better: str, line: dict[str, SeedSpr
         )
     if len(best.seed_values) == 1:
         sentence += " One seed only: differences of this size may be chance."
+    if len({len(spread.seed_values) for spread in line.values()}) > 1:
+        sentence += " Some points are missing, so these are means over different seeds."
     return sentence
 
 

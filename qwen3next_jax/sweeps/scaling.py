@@ -251,6 +251,29 @@ def missing_point_sentences(paths: Sequence[pathlib.Path]) -> list[str]:
     return sentences
 
 
+def mixed_axis_sentences(paths: Sequence[pathlib.Path]) -> list[str]:
+    """Returns a sentence for each axis, except for axes of seeds, in which runs of equal size and
+    tokens differ. The law has no term for such an axis. `read_runs` explains the arguments and
+    errors.
+    """
+    sentences = []
+    for path, record in map(_read_results_json, paths):
+        equal: dict[tuple, list[dict[str, Any]]] = {}
+        for point in record["points"]:
+            counts = tuple(str(point.get(name)) for name in ("parameters", "tokens"))
+            equal.setdefault(counts, []).append(point)
+        sentences += [
+            f"{path}: runs of equal size and tokens differ in {axis}: the fit is an average over "
+            "the values of this axis; for the law of one value, give a sweep of this value alone"
+            for axis in record.get("axes", {})
+            if axis.rpartition(".")[2] != "seed"
+            and any(
+                len({str(point.get(axis)) for point in points}) > 1 for points in equal.values()
+            )
+        ]
+    return sentences
+
+
 def _read_results_json(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
     """Returns the path and the content of the results.json of a sweep."""
     path = given / "results.json" if given.is_dir() else given

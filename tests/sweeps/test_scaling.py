@@ -3,6 +3,7 @@ named.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -22,6 +23,7 @@ from qwen3next_jax.sweeps.scaling import (
     fit_parabolas,
     flops_per_token_by_size,
     missing_point_sentences,
+    mixed_axis_sentences,
     predict_losses,
     read_runs,
     resample_fits,
@@ -194,6 +196,17 @@ def test_results_without_counts_are_refused(tmp_path):
         file.write_text(wrong)
         with refused("results.json"):
             read_runs([file])
+
+
+def test_an_axis_without_a_term_is_named(tmp_path):
+    axes = {"size": ["a", "b"], "optimizer": ["adamw", "muon"], "train.seed": ["0", "1"]}
+    points = [
+        dict(zip(axes, values, strict=True), parameters=10 + (values[0] == "b"), tokens=100)
+        for values in itertools.product(*axes.values())
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"axes": axes, "points": points}))
+    (sentence,) = mixed_axis_sentences([tmp_path])
+    assert "optimizer" in sentence
 
 
 def test_an_axis_of_flops_gives_every_point_its_budget(tmp_path):

@@ -710,6 +710,8 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
     assert finding_sentences(sweep, one)[0].endswith(
         "One seed only: differences of this size may be chance."
     )
+    assert "different seeds" not in finding_sentences(sweep, results)[0]
+    assert "different seeds" in finding_sentences(sweep, results[1:])[0]
     assert metric_along_x(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(
         2.1
     )
@@ -778,6 +780,20 @@ def test_lost_speeds_leave_json_readable(tmp_path):
     lost = [dataclasses.replace(result, tokens_per_second=math.nan) for result in results]
     text = to_json(sweep, lost, {point.name: "" for point in sweep.points}, [])
     assert json.loads(text, parse_constant=pytest.fail)["points"][0]["tokens_per_second"] is None
+
+
+def test_lost_steps_count_as_active_time(tmp_path):
+    """A process trains for 10 s; the next one begins 100 s later, from the step at 4 s."""
+    sweep, _ = _results(tmp_path, {("1:1", 0): {}})
+    events = [
+        {"event": "start", "time": 0.0},
+        {"event": "train", "time": 4.0},
+        {"event": "start", "time": 110.0, "previous_end": 10.0},
+        {"event": "train", "time": 113.0},
+    ]
+    lines = (json.dumps(event | {"step": 1}) for event in events)
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_result(sweep.points[0], tmp_path).active_seconds == 10 + 3
 
 
 def test_a_train_event_may_lack_its_loss(tmp_path):
