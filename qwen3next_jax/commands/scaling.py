@@ -63,12 +63,11 @@ def main(arguments: list[str]) -> int:
     folder = alone if len(paths) == 1 else pathlib.Path()
     folder = to_path(_OUT.value, "--out=") if _OUT.value else folder
     title = "Scaling: " + " · ".join(path.name for path in paths)
+    page = render_page(scaling, title, _METRIC.value, _RESAMPLES.value, _SIZE.value)
     try:
-        write_text_atomically(
-            folder / "scaling.html",
-            render_page(scaling, title, _METRIC.value, _RESAMPLES.value, _SIZE.value),
-        )
-        write_text_atomically(folder / "scaling.json", as_json(scaling))
+        # A name in results.json may contain half a surrogate pair, which UTF-8 cannot encode.
+        for name, text in (("scaling.html", page), ("scaling.json", as_json(scaling))):
+            write_text_atomically(folder / name, text, errors="backslashreplace")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}): give --out") from error
     print(f"\n{folder / 'scaling.html'}")

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -207,6 +209,24 @@ def test_an_axis_without_a_term_is_named(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps({"axes": axes, "points": points}))
     (sentence,) = mixed_axis_sentences([tmp_path])
     assert "optimizer" in sentence
+
+
+def test_names_that_utf8_lacks_are_written(tmp_path):
+    points = [
+        {
+            "point": "\ud800",
+            "parameters": run.size,
+            "tokens": run.tokens,
+            "flops_per_token": run.flops / run.tokens,
+            "heldout loss": run.loss,
+        }
+        for run in ladder(noise=1e-3)
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"points": points}))
+    command = [sys.executable, "-m", "qwen3next_jax", "scaling", str(tmp_path), "--resamples=20"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "scaling.json").read_text())["runs"][0]["name"] == "\ud800"
 
 
 def test_an_axis_of_flops_gives_every_point_its_budget(tmp_path):
