@@ -98,8 +98,11 @@ def main(arguments: Sequence[str]) -> int:
         on_point_end=update_report,
     ).run()
     if budget_axis(sweep):
-        for comparison in compare_arms(sweep, read_results({})):
-            log(speed_up_sentence(comparison))
+        try:
+            for comparison in compare_arms(sweep, read_results({})):
+                log(speed_up_sentence(comparison))
+        except UserError as error:
+            log(f"No effective speed-ups: {error}.")
     log(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 

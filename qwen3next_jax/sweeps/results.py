@@ -344,7 +344,7 @@ def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]
     """
     x = sweep.x_axis.rpartition(".")[2]
     sentences = []
-    if differing := _heldout_settings_along_x(sweep, results):
+    if differing := heldout_settings_along(sweep, results, sweep.x_axis):
         sentences.append(
             f"Points with different {x} were evaluated on different text "
             f"({', '.join(differing)}): a better value may come from easier text."
@@ -359,11 +359,13 @@ def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]
     return sentences
 
 
-def _heldout_settings_along_x(sweep: Sweep, results: Iterable[PointResult]) -> list[str]:
+def heldout_settings_along(
+    sweep: Sweep, results: Iterable[PointResult], *axes: str | None
+) -> list[str]:
     """Returns the settings, other than axes of seeds, that choose the held-out text and that differ
-    between points of one line in the charts over the x axis.
+    between points whose values differ only on `axes` and on axes of seeds.
     """
-    hidden = (sweep.x_axis, *seed_axes(sweep))
+    hidden = (*axes, *seed_axes(sweep))
     lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
         line = tuple(at for axis, at in result.point.axis_values.items() if axis not in hidden)

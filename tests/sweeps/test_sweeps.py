@@ -1010,6 +1010,13 @@ def test_a_speed_up_from_one_budget_is_refused(tmp_path):
     assert "one budget" in render_report(sweep, results, {p.name: "" for p in sweep.points}, "x")
 
 
+def test_arms_with_different_texts_are_refused(tmp_path):
+    axes = {"train.sequence_length": [64, 128], "train.steps": [100, 300, 900]}
+    sweep, results = _ladder(tmp_path, axes=axes, x="train.steps")
+    with refused("sequence_length", "different text"):
+        compare_arms(sweep, results)
+
+
 def test_each_value_of_another_axis_is_compared_alone(tmp_path):
     axes = {
         "model.num_hidden_layers": [4, 8],
