@@ -55,7 +55,10 @@ def main(arguments: list[str]) -> int:
 
     paths = [to_path(argument) for argument in arguments]
     runs = read_runs(paths, _METRIC.value, _SIZE.value)
-    for sentence in missing_point_sentences(paths) + mixed_axis_sentences(paths):
+    for sentence in (
+        *missing_point_sentences(paths),
+        *mixed_axis_sentences(paths, _METRIC.value, _SIZE.value),
+    ):
         print(escape_control(sentence), file=sys.stderr)
     scaling = analyse_scaling(runs, _RESAMPLES.value, _SEED.value)
     print(escape_control_in_lines(as_text(scaling, _RESAMPLES.value)))

@@ -30,9 +30,9 @@ CONFIDENCE = 0.95
 # A constant counts as determined if the upper end of its interval is at most this many times the
 # lower end.
 DETERMINED = 2.0
-# Runs whose FLOPs differ by less than this share have the same budget: a budget is met to the
-# nearest step.
-SAME_BUDGET = 0.05
+# FLOPs that differ by less than this share count as the same budget, because a budget is met to the
+# nearest step. Likewise for numbers of tokens; and for sizes, because widths are multiples of 8.
+SAME = 0.05
 _LARGEST_EXPONENT = 3.0
 # The smallest number that a run may have, and 1 over the largest: far outside of what is measured,
 # and far inside of what float64 can square and multiply.
@@ -251,20 +251,26 @@ def missing_point_sentences(paths: Sequence[pathlib.Path]) -> list[str]:
     return sentences
 
 
-def mixed_axis_sentences(paths: Sequence[pathlib.Path]) -> list[str]:
+def mixed_axis_sentences(
+    paths: Sequence[pathlib.Path], metric: str = "heldout loss", size: str = "parameters"
+) -> list[str]:
     """Returns a sentence for each axis, except for axes of seeds, in which runs of equal size and
-    tokens differ. The law has no term for such an axis. `read_runs` explains the arguments and
-    errors.
+    of equal tokens or equal FLOPs differ. The law has no term for such an axis. `read_runs`
+    explains the arguments and errors.
     """
     sentences = []
     for path, record in map(_read_results_json, paths):
-        equal: dict[tuple, list[dict[str, Any]]] = {}
-        for point in record["points"]:
-            counts = tuple(str(point.get(name)) for name in ("parameters", "tokens"))
-            equal.setdefault(counts, []).append(point)
+        points = record["points"]
+        runs = [_read_run(point, metric, size, path) for point in points]
+        sizes, *others = (_group_numbers([run[i] for run in runs]) for i in (1, 2, 3))
+        equal: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+        for i, numbers in enumerate(others):
+            for size_number, number, point in zip(sizes, numbers, points, strict=True):
+                equal.setdefault((i, size_number, number), []).append(point)
         sentences += [
-            f"{path}: runs of equal size and tokens differ in {axis}: the fit is an average over "
-            "the values of this axis; for the law of one value, give a sweep of this value alone"
+            f"{path}: runs of equal size, and of equal tokens or FLOPs, differ in {axis}: the fit "
+            "is an average over the values of this axis; for the law of one value, give a sweep of "
+            "this value alone"
             for axis in record.get("axes", {})
             if axis.rpartition(".")[2] != "seed"
             and any(
@@ -272,6 +278,20 @@ def mixed_axis_sentences(paths: Sequence[pathlib.Path]) -> list[str]:
             )
         ]
     return sentences
+
+
+def _group_numbers(values: Sequence[float]) -> list[int]:
+    """Divides positive numbers into groups, and returns the number of the group of each. Numbers
+    that exceed the smallest of their group by less than the share `SAME` are in one group. Groups
+    are numbered in ascending order.
+    """
+    numbers = [0] * len(values)
+    group, smallest = -1, 0.0
+    for i in sorted(range(len(values)), key=values.__getitem__):
+        if group < 0 or values[i] > (1 + SAME) * smallest:
+            group, smallest = group + 1, values[i]
+        numbers[i] = group
+    return numbers
 
 
 def _read_results_json(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
@@ -328,8 +348,8 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
       UserError: there are too few runs, sizes or numbers of tokens, or too few pairs of a size and
         a number of tokens; or the number of tokens is a power of the size in all runs.
     """
-    pairs = {tuple(round(math.log(run[i]), 6) for i in (1, 2)) for run in runs}
-    sizes, tokens = ({pair[i] for pair in pairs} for i in (0, 1))
+    groups = [_group_numbers([run[i] for run in runs]) for i in (1, 2)]
+    sizes, tokens, pairs = map(set, (*groups, zip(*groups, strict=True)))
     least = len(CONSTANTS) + 1
     require(
         len(runs) >= least,
@@ -339,8 +359,8 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
     for what, values in (("sizes of the model", sizes), ("numbers of tokens", tokens)):
         require(
             len(values) >= 3,
-            f"{len(values)} different {what}: expected at least 3, as a power law over them has 3 "
-            "constants: add points to the sweep",
+            f"{what} that differ by more than {SAME:.0%}: {len(values)}; expected at least 3, as a "
+            "power law over them has 3 constants: add points to the sweep",
         )
     require(
         len(pairs) >= len(CONSTANTS),
@@ -468,13 +488,15 @@ def _confidence_interval(value: float, resampled: Sequence[float]) -> Interval:
 
 def flops_per_token_by_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
     """Returns a function that maps a size to FLOPs per token. The function is exact at the runs'
-    sizes; between and beyond these sizes, log FLOPs is piecewise linear in log size.
+    sizes, except that nearly equal sizes (`SAME`) count as their geometric mean; between and beyond
+    these sizes, log FLOPs is piecewise linear in log size.
     """
-    by_size: dict[float, list[float]] = {}
-    for run in runs:
-        by_size.setdefault(run.size, []).append(run.flops / run.tokens)
-    x = np.log(sorted(by_size))
-    y = np.array([np.mean(np.log(by_size[size])) for size in sorted(by_size)])
+    numbers = np.array(_group_numbers([run.size for run in runs]))
+    log_sizes, log_flops = np.log([(run.size, run.flops / run.tokens) for run in runs]).T
+    x, y = (
+        np.array([logs[numbers == number].mean() for number in range(numbers.max() + 1)])
+        for logs in (log_sizes, log_flops)
+    )
     slopes = (y[1] - y[0]) / (x[1] - x[0]), (y[-1] - y[-2]) / (x[-1] - x[-2])
 
     def flops_per_token(size: float) -> float:
@@ -503,16 +525,14 @@ def compute_optimal_size(
 
 def fit_parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
     """Fits a parabola to the runs of every budget that has at least three sizes."""
-    budgets: list[list[ScalingRun]] = []
-    for run in sorted(runs, key=lambda run: run.flops):
-        if budgets and run.flops <= (1 + SAME_BUDGET) * budgets[-1][0].flops:
-            budgets[-1].append(run)
-        else:
-            budgets.append([run])
+    runs = sorted(runs, key=lambda run: run.flops)
+    budgets: dict[int, list[ScalingRun]] = {}
+    for number, run in zip(_group_numbers([run.flops for run in runs]), runs, strict=True):
+        budgets.setdefault(number, []).append(run)
     found = []
-    for group in budgets:
+    for group in budgets.values():
         group = tuple(sorted(group, key=lambda run: run.size))
-        if len({run.size for run in group}) < 3:
+        if len(set(_group_numbers([run.size for run in group]))) < 3:
             continue
         x = np.log([run.size for run in group])
         coefficients = np.polyfit(x - x.mean(), [run.loss for run in group], 2)
@@ -595,7 +615,7 @@ def _predict_heldout_groups(
     the largest run, and the runs with the highest budget. (`ScalingAnalysis.heldout_predictions`)
     """
     highest = max(run.flops for run in runs)
-    budget = [run for run in runs if run.flops * (1 + SAME_BUDGET) >= highest]
+    budget = [run for run in runs if run.flops * (1 + SAME) >= highest]
     largest = max(budget, key=lambda run: run.size)
     held_out = {"the largest run": [run for run in budget if run.size == largest.size]}
     if len(budget) > len(held_out["the largest run"]):

@@ -95,6 +95,19 @@ def test_parabolas_find_minima_between_sizes_only():
     assert math.isnan(outside.best_size_within_runs)
 
 
+def test_nearly_equal_sizes_count_as_one():
+    """Two models of every size: the second has 3e-5 more parameters and 18 % more FLOPs."""
+    runs = ladder(sizes=3)
+    others = [run._replace(size=run.size * 1.00003, tokens=run.tokens / 1.18) for run in runs]
+    flops_per_token = flops_per_token_by_size(runs + others)
+    size = 2 * max(run.size for run in runs)
+    assert flops_per_token(size) == pytest.approx(6 * math.sqrt(1.18) * size, rel=1e-4)
+    close = [run._replace(size=1e8 * (1 + 0.001 * (i % 3))) for i, run in enumerate(runs)]
+    with refused("sizes of the model", "1"):
+        analyse_scaling(close)
+    assert fit_parabolas(close) == ()
+
+
 def test_parabolas_without_residuals_give_no_interval():
     """A parabola meets three runs exactly, whatever their noise."""
     exact, residual = (fit_iso_flop(ladder(noise=1e-2, sizes=n), 40, 0) for n in (3, 4))
@@ -203,7 +216,8 @@ def test_results_without_counts_are_refused(tmp_path):
 def test_an_axis_without_a_term_is_named(tmp_path):
     axes = {"size": ["a", "b"], "optimizer": ["adamw", "muon"], "train.seed": ["0", "1"]}
     points = [
-        dict(zip(axes, values, strict=True), parameters=10 + (values[0] == "b"), tokens=100)
+        dict(zip(axes, values, strict=True), parameters=100 * (1 + (values[0] == "b")))
+        | {"tokens": 100, "flops_per_token": 60.0, "heldout loss": 2.0}
         for values in itertools.product(*axes.values())
     ]
     (tmp_path / "results.json").write_text(json.dumps({"axes": axes, "points": points}))
