@@ -236,11 +236,12 @@ def _learning_rate_section(
     for label, line in best.items():
         moved = line[-1].moved_sqrt2_steps
         edge = " (the best was the lowest or highest that was tried)"
-        sentences.append(
-            f"{label + ': ' if label else ''}from {x} {line[0].x_value} to {line[-1].x_value} the "
-            f"best learning rate moves by {moved:+.1f} steps of √2"
-            f"{edge if line[0].at_edge or line[-1].at_edge else ''}."
-        )
+        if len(line) > 1:
+            sentences.append(
+                f"{label + ': ' if label else ''}from {x} {line[0].x_value} to {line[-1].x_value} "
+                f"the best learning rate moves by {moved:+.1f} steps of √2"
+                f"{edge if line[0].at_edge or line[-1].at_edge else ''}."
+            )
         rows += [
             [
                 label,
@@ -402,7 +403,7 @@ def _points_table(sweep: Sweep, results: Sequence[PointResult]) -> str:
                 f"{r.final_metrics[name].value:.4g}" if name in r.final_metrics else "–"
                 for name in metrics
             ),
-            f"{r.tokens_per_second:,.0f}" if r.last_step else "–",
+            f"{r.tokens_per_second:,.0f}" if math.isfinite(r.tokens_per_second) else "–",
             *(f"{r.costs[name]:,.0f}" for name in COSTS),
             f"{r.active_seconds:,.0f}",
         ]

@@ -179,7 +179,7 @@ def to_csv(sweep: Sweep, results: Sequence[PointResult], commands: dict[str, str
             r.point.config.train.steps,
             r.last_step,
             *(r.final_metrics[name].value if name in r.final_metrics else "" for name in metrics),
-            round(r.tokens_per_second, 1) if r.last_step else "",
+            round(r.tokens_per_second, 1) if math.isfinite(r.tokens_per_second) else "",
             *r.costs.values(),
             round(r.active_seconds, 1),
             commands[r.point.name],

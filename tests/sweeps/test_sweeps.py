@@ -780,6 +780,8 @@ def test_lost_speeds_leave_json_readable(tmp_path):
     lost = [dataclasses.replace(result, tokens_per_second=math.nan) for result in results]
     text = to_json(sweep, lost, {point.name: "" for point in sweep.points}, [])
     assert json.loads(text, parse_constant=pytest.fail)["points"][0]["tokens_per_second"] is None
+    _, row = csv.reader(io.StringIO(to_csv(sweep, lost, {p.name: "" for p in sweep.points})))
+    assert "nan" not in row
 
 
 def test_lost_steps_count_as_active_time(tmp_path):
