@@ -45,12 +45,20 @@ def main(arguments: list[str]) -> int:
             "runs/sweeps/ladder"
         )
     # scipy takes a moment to load.
-    from qwen3next_jax.sweeps.scaling import analyse_scaling, missing_point_sentences, read_runs
+    from qwen3next_jax.sweeps.scaling import (
+        analyse_scaling,
+        missing_point_sentences,
+        mixed_axis_sentences,
+        read_runs,
+    )
     from qwen3next_jax.sweeps.scaling_report import as_json, as_text, render_page
 
     paths = [to_path(argument) for argument in arguments]
     runs = read_runs(paths, _METRIC.value, _SIZE.value)
-    for sentence in missing_point_sentences(paths):
+    for sentence in (
+        *missing_point_sentences(paths),
+        *mixed_axis_sentences(paths, _METRIC.value, _SIZE.value),
+    ):
         print(escape_control(sentence), file=sys.stderr)
     scaling = analyse_scaling(runs, _RESAMPLES.value, _SEED.value)
     print(escape_control_in_lines(as_text(scaling, _RESAMPLES.value)))
@@ -58,11 +66,11 @@ def main(arguments: list[str]) -> int:
     folder = alone if len(paths) == 1 else pathlib.Path()
     folder = to_path(_OUT.value, "--out=") if _OUT.value else folder
     title = "Scaling: " + " · ".join(path.name for path in paths)
+    page = render_page(scaling, title, _METRIC.value, _RESAMPLES.value, _SIZE.value)
     try:
-        write_text_atomically(
-            folder / "scaling.html", render_page(scaling, title, _METRIC.value, _RESAMPLES.value)
-        )
-        write_text_atomically(folder / "scaling.json", as_json(scaling))
+        # A name in results.json may contain half a surrogate pair, which UTF-8 cannot encode.
+        for name, text in (("scaling.html", page), ("scaling.json", as_json(scaling))):
+            write_text_atomically(folder / name, text, errors="backslashreplace")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}): give --out") from error
     print(f"\n{folder / 'scaling.html'}")

@@ -12,7 +12,6 @@ which another machine can run. When all points have run, the command without --e
 report. A sweep file is Python code, which this command executes.
 """
 
-import ast
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -20,8 +19,17 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_control_in_lines
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    error_message,
+    escape_control,
+    escape_control_in_lines,
+    warn,
+)
 from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.config.files import default_of_setting
+from qwen3next_jax.config.reading import parse_flag_text
 
 ARGUMENTS = "SWEEP_FILE"  # the positional arguments, for --help
 
@@ -72,7 +80,13 @@ def main(arguments: Sequence[str]) -> int:
 
     def update_report(failed: dict[str, str]) -> None:
         results = read_results(failed)
-        write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
+        try:
+            write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
+        except OSError as error:  # the points go on, whose folders may be on another disk
+            warn(
+                f"{workdir}: the report cannot be written ({error_message(error)}): make room; the "
+                "end of a point, or the same command, writes it again"
+            )
 
     log(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
     code = runner.Runner(
@@ -84,8 +98,11 @@ def main(arguments: Sequence[str]) -> int:
         on_point_end=update_report,
     ).run()
     if budget_axis(sweep):
-        for comparison in compare_arms(sweep, read_results({})):
-            log(speed_up_sentence(comparison))
+        try:
+            for comparison in compare_arms(sweep, read_results({})):
+                log(speed_up_sentence(comparison))
+        except UserError as error:
+            log(f"No effective speed-ups: {error}.")
     log(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 
@@ -94,7 +111,7 @@ def _parse_set_flags(assignments: Sequence[str]) -> dict[str, Any]:
     """Returns setting → value, from the texts SETTING=VALUE that `--set` gives.
 
     Raises:
-      UserError: a text has no "=".
+      UserError: a text has no "=", there is no such setting, or the value has another type.
     """
     changes = {}
     for assignment in assignments:
@@ -103,15 +120,9 @@ def _parse_set_flags(assignments: Sequence[str]) -> dict[str, Any]:
             raise UserError(
                 f"--set {assignment}: expected SETTING=VALUE, such as --set train.seed=1"
             )
-        changes[name] = _parse_literal(text)
+        default = default_of_setting(name, as_flag=False)
+        changes[name] = parse_flag_text(text, default, f"--set {assignment}")
     return changes
-
-
-def _parse_literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
 
 
 _workdir = flags.DEFINE_string(

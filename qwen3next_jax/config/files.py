@@ -185,7 +185,8 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
 
 def settings_ending_in(name: str, guess: bool = False) -> list[str]:
     """Returns at most three settings whose dotted names are `name` or end in `name`. For example,
-    "train.steps" ends in "steps".
+    "train.steps" ends in "steps". If there are none, "_" in `name` may stand for ".": then
+    "model.lora.rank" ends in "lora_rank".
 
     Args:
       name: the last parts of a dotted name.
@@ -194,6 +195,9 @@ def settings_ending_in(name: str, guess: bool = False) -> list[str]:
     """
     last_parts = {path: path.rpartition(".")[2] for path in flatten(default_config())}
     found = [path for path in last_parts if f".{path}".endswith(f".{name}")]
+    if not found and "_" in name:  # "lora_rank" is written for "lora.rank"
+        end = f"_{name}".replace(".", "_")
+        found = [path for path in last_parts if f"_{path}".replace(".", "_").endswith(end)]
     if not found and guess:
         close = difflib.get_close_matches(name, last_parts.values(), n=1, cutoff=0.75)
         found = [path for path, part in last_parts.items() if part in close]

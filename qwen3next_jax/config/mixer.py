@@ -7,6 +7,7 @@ the mixers. If the user gave no value, no mixer is imported.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -155,7 +156,8 @@ def _check_setting_no_mixer_reads(name: str, value: Any, model_mixers: tuple[str
         except UserError:  # the mixer's folder was deleted
             continue
     readers = {mixer: defaults[name] for mixer, defaults in known.items() if name in defaults}
-    if any(_parse_if_flag(name, value, default) == default for default in readers.values()):
+    values = [_parse_if_flag(name, value, default) for default in readers.values()]
+    if any(map(operator.eq, values, readers.values())):
         return
     if not readers:
         names = dict.fromkeys(name for defaults in known.values() for name in defaults)
@@ -164,7 +166,7 @@ def _check_setting_no_mixer_reads(name: str, value: Any, model_mixers: tuple[str
             f"{did_you_mean(name, names)}; docs/mixers.md lists them"
         )
     raise UserError(
-        f"model.mixer.{name} = {value!r}: no layer of this model reads it (its mixers: "
+        f"model.mixer.{name} = {values[0]!r}: no layer of this model reads it (its mixers: "
         f"{', '.join(model_mixers)}; {', '.join(readers)} would): expected "
         f"{next(iter(readers.values()))!r}"
     )

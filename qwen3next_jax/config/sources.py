@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require
 
-_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)=(.*)", re.DOTALL)
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)\s*=(.*)", re.DOTALL)
 
 
 class SourceConfig(NamedTuple):
@@ -144,8 +144,8 @@ def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str |
     if not any(keys):
         require(
             len(values) == len(names),
-            f"{where} = {text!r} has {len(values)} values for {len(names)} sources in data.path: "
-            "expected one for each",
+            f"{where} = {text!r} has {_count_text(len(values), 'value')} for "
+            f"{_count_text(len(names), 'source')} in data.path: expected one for each",
         )
         return list(values)
     require(all(keys), f"{where} = {text!r}: expected a name for each value, or for none")
@@ -167,3 +167,8 @@ def _split_names(items: Sequence[str]) -> tuple[list[str], list[str]]:
     found = [_NAMED.fullmatch(item) for item in items]
     names = [match[1] if match else "" for match in found]
     return names, [match[2].strip() if match else item for match, item in zip(found, items)]
+
+
+def _count_text(count: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 value" or "2 values"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

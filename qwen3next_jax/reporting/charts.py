@@ -115,7 +115,7 @@ class Axis:
             if m * power >= rough * 0.999 and not (self.whole_ticks and m * power % 1)
         )
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [round(i * step, 12) for i in range(first, last + 1)]
+        return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def line_chart(
@@ -260,8 +260,9 @@ def heatmap(
     if isinstance(columns, np.ndarray):
         column_range = _widen_empty_range(float(columns[0]), float(columns[-1]))
         scale = Axis(*column_range, box.left + half, box.right - half, whole_ticks=True)
-        ticks = [(float(scale(tick)), short_number(tick)) for tick in scale.tick_values(6)]
-        columns = [short_number(column) for column in columns]
+        values_of_ticks = scale.tick_values(6)
+        ticks = list(zip(map(float, map(scale, values_of_ticks)), tick_labels(values_of_ticks)))
+        columns = [str(int(column)) for column in columns]
     else:
         shown = _evenly_spaced_indices(len(columns), 8)
         ticks = [(box.left + half + 2 * half * i, columns[i]) for i in shown]
@@ -489,18 +490,29 @@ def figure_html(
     )
 
 
-def short_number(value: float) -> str:
-    """Returns a number as a short text, such as 1.5M, 0.012 or 3e-5; "–" if it is not finite."""
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Returns short texts for the ticks of an axis, with as many digits as tell the ticks apart."""
+    for digits in range(4, 9):
+        labels = [short_number(tick, digits) for tick in ticks]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def short_number(value: float, digits: int = 4) -> str:
+    """Returns a number as a short text of at most `digits` significant digits, such as 1.5M, 0.012
+    or 3e-5; "–" if it is not finite.
+    """
     if not math.isfinite(value):
         return "–"
     size = abs(value)
     for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= scale * (10 if unit == "k" else 1):
-            return f"{value / scale:.4g}{unit}"
+            return f"{value / scale:.{digits}g}{unit}"
     has_one_digit = f"{value:.0e}" == f"{value:.1e}".replace(".0", "")
     if 0 < size < 1e-3 and has_one_digit:
         return f"{value:.0e}".replace("e-0", "e-")
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def _without_extreme_values(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
@@ -596,22 +608,24 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
 def _axes_svg(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool = False) -> str:
     """Draws grid lines, ticks and the label of the x axis."""
     parts = []
-    for tick in y.tick_values(5):
-        at = float(y(tick))
-        text = f"{tick:.0%}" if percent else short_number(tick)
+    values = y.tick_values(5)
+    labels = [f"{value:.0%}" for value in values] if percent else tick_labels(values)
+    for value, text in zip(values, labels, strict=True):
+        at = float(y(value))
         parts.append(
             f'<line class="grid" x1="{x.svg_begin}" x2="{x.svg_end}" y1="{at:.1f}" y2="{at:.1f}"/>'
             f'<text x="{x.svg_begin - 6}" '
             f'y="{at + 3.5:.1f}" text-anchor="end">{text}</text>'
         )
     ticks = _evenly_spaced_indices(len(x_names), 12) if x_names else x.tick_values(6)
-    for tick in ticks:
+    labels = [x_names[tick] for tick in ticks] if x_names else tick_labels(ticks)
+    for tick, text in zip(ticks, labels, strict=True):
         at = float(x(tick))
         # The last label is kept inside the drawing.
         anchor = "end" if at > WIDTH - 24 else "middle"
         parts.append(
             f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.svg_begin + 14}" text-anchor="{anchor}">'
-            f"{_escape_html(x_names[tick]) if x_names else short_number(tick)}</text>"
+            f"{_escape_html(text)}</text>"
         )
     parts.append(
         f'<line class="axis" x1="{x.svg_begin}" x2="{x.svg_end}" '
@@ -670,17 +684,18 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
 
 
 def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
-    """Draws the band between `line.band_low` and `line.band_high`. Returns "" if the band has no
-    height or has a gap.
+    """Draws the band between `line.band_low` and `line.band_high`, with the gaps that they have.
+    Returns "" if the band has no height.
     """
     if _largest_band_height(line) <= 0:
         return ""
-    low, high = np.asarray(line.band_low, float), np.asarray(line.band_high, float)
-    upper, lower = _svg_path(px, y(high)), _svg_path(px[::-1], y(low)[::-1])
-    if upper.count("M") != 1 or lower.count("M") != 1:
-        return ""
-    edge = f"{upper}L{lower[1:]}Z"
-    return f'<path class="band" d="{edge}" fill="{line.css_colour}"{line.run_attribute}/>'
+    low, high = y(np.asarray(line.band_low, float)), y(np.asarray(line.band_high, float))
+    drawn = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
+    edges = ""
+    for part in np.split(drawn, np.flatnonzero(np.diff(drawn) > 1) + 1):
+        lower = _svg_path(px[part][::-1], low[part][::-1])
+        edges += f"{_svg_path(px[part], high[part])}L{lower[1:]}Z"
+    return f'<path class="band" d="{edges}" fill="{line.css_colour}"{line.run_attribute}/>'
 
 
 def _largest_band_height(line: Line) -> float:

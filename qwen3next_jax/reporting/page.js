@@ -17,11 +17,17 @@
     if (size !== 0 && (size < 1e-3 || size >= 1e10)) return value.toExponential(3);
     return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(5)));
   };
-  const short = value => {  // the same as short_number in charts.py
-    const size = Math.abs(value), four = v => String(Number(v.toPrecision(4)));
+  const short = (value, digits = 4) => {  // the same as short_number in charts.py
+    const size = Math.abs(value), rounded = v => String(Number(v.toPrecision(digits)));
     for (const [unit, scale] of [["E", 1e18], ["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]])
-      if (size >= scale * (unit === "k" ? 10 : 1)) return four(value / scale) + unit;
-    return size > 0 && size < 1e-4 ? String(Number(value.toPrecision(2))) : four(value);
+      if (size >= scale * (unit === "k" ? 10 : 1)) return rounded(value / scale) + unit;
+    return size > 0 && size < 1e-4 ? String(Number(value.toPrecision(digits - 2))) : rounded(value);
+  };
+  const tickLabels = ticks => {  // with as many digits as tell the ticks apart
+    for (let digits = 4; ; digits++) {
+      const labels = ticks.map(tick => short(tick, digits));
+      if (digits === 8 || new Set(labels).size === labels.length) return labels;
+    }
   };
   const row = (name, value, colour) => {
     const line = document.createElement("div"), left = document.createElement("span"), right = document.createElement("b");
@@ -180,12 +186,14 @@
         });
         return text;
       };
-      for (const tick of y.ticks(5)) parts.push(`<line class="grid" x1="${LEFT}" x2="${right}" y1="${y(tick).toFixed(1)}" y2="${y(tick).toFixed(1)}"/>` +
-        `<text x="${LEFT - 6}" y="${(y(tick) + 3.5).toFixed(1)}" text-anchor="end">${short(tick)}</text>`);
+      const yTicks = y.ticks(5), yLabels = tickLabels(yTicks);
+      yTicks.forEach((tick, i) => parts.push(`<line class="grid" x1="${LEFT}" x2="${right}" y1="${y(tick).toFixed(1)}" y2="${y(tick).toFixed(1)}"/>` +
+        `<text x="${LEFT - 6}" y="${(y(tick) + 3.5).toFixed(1)}" text-anchor="end">${yLabels[i]}</text>`));
       const room = Math.max(2, Math.round(width / 95)), names = data.names, every = Math.ceil(names.length / Math.min(12, 2 * room)) || 1;
       const ticks = names.length ? names.map((_, i) => i).filter(i => i % every === 0) : x.ticks(room);
-      for (const tick of ticks) parts.push(`<text x="${Math.min(x(tick), width - 2).toFixed(1)}" y="${bottom + 14}" text-anchor="` +
-        `${x(tick) > width - 24 ? "end" : "middle"}">${escape(names.length ? names[tick] : short(tick))}</text>`);
+      const labels = names.length ? ticks.map(i => names[i]) : tickLabels(ticks);
+      ticks.forEach((tick, i) => parts.push(`<text x="${Math.min(x(tick), width - 2).toFixed(1)}" y="${bottom + 14}" text-anchor="` +
+        `${x(tick) > width - 24 ? "end" : "middle"}">${escape(labels[i])}</text>`));
       parts.push(`<line class="axis" x1="${LEFT}" x2="${right}" y1="${bottom}" y2="${bottom}"/>`,
         `<text class="axis-label" x="${(LEFT + right) / 2}" y="${height - 5}" text-anchor="middle">${escape(data.label)}</text>`);
       for (const [at, text, kind] of data.marks) if (at >= x0 && at <= x1)
@@ -196,9 +204,16 @@
         const soft = chosen.smooth > 0 && smoothable(line), of = line.run === undefined ? "" : ` data-run="${line.run}"`;
         const style = `stroke="${colourOf(line)}"${line.dash ? ` stroke-dasharray="${line.dash}"` : ""}${of}`;
         if (line.low && !soft) {
-          const upper = path(line.x, line.high), lower = path([...line.x].reverse(), [...line.low].reverse());
-          if (upper.lastIndexOf("M") === 0 && lower.lastIndexOf("M") === 0)
-            parts.push(`<path class="band" d="${upper}L${lower.slice(1)}Z" fill="${colourOf(line)}"${of}/>`);
+          const stretches = [[]];  // the indices of neighbouring points at which the band is drawn
+          line.x.forEach((v, i) => {
+            if (path([v], [line.low[i]]) && path([v], [line.high[i]])) stretches[stretches.length - 1].push(i);
+            else stretches.push([]);
+          });
+          const edges = stretches.filter(part => part.length).map(part => {
+            const back = [...part].reverse(), at = (ys, order) => path(order.map(i => line.x[i]), order.map(i => ys[i]));
+            return `${at(line.high, part)}L${at(line.low, back).slice(1)}Z`;
+          });
+          parts.push(`<path class="band" d="${edges.join("")}" fill="${colourOf(line)}"${of}/>`);
         }
         if (soft) parts.push(`<path class="line raw" d="${path(line.x, line.y)}" ${style}/>`);
         if (line.joined !== false) parts.push(`<path class="line" d="${path(line.x, soft ? smoothed(line.y) : line.y)}" ${style}/>`);

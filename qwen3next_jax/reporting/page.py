@@ -145,17 +145,17 @@ def _section_id(name: str) -> str:
 
 
 def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs. If several runs have the same name, a number is appended to the name of
-    each of these runs except the first.
+    """Returns the runs. If an earlier run has the name of a run, a number is appended to the name
+    of the later run.
     """
-    seen: dict[str, int] = {}
-    result = []
+    result: dict[str, Run] = {}
     for run in runs:
-        seen[run.name] = seen.get(run.name, 0) + 1
-        if seen[run.name] > 1:
-            run = dataclasses.replace(run, name=f"{run.name} ({seen[run.name]})")
-        result.append(run)
-    return result
+        name, number = run.name, 1
+        while name in result:
+            number += 1
+            name = f"{run.name} ({number})"
+        result[name] = dataclasses.replace(run, name=name)
+    return list(result.values())
 
 
 # ---- Above the charts

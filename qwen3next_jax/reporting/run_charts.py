@@ -17,7 +17,6 @@ from qwen3next_jax.reporting.charts import (
     Line,
     heatmap,
     line_chart,
-    short_number,
     stacked_columns,
     suitable_time_unit,
 )
@@ -284,7 +283,7 @@ def _draw_newest_over_layers(chart: Chart, runs: Sequence[Run]) -> str:
         finite = np.flatnonzero(np.isfinite(values))
         lines.append(
             Line(
-                f"{runs[r].name} at step {short_number(step)}",
+                f"{runs[r].name} at step {step:,}",
                 [names.index(layer_names[r][i]) for i in finite],
                 values[finite],
                 colour_index=r,

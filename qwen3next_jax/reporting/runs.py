@@ -6,7 +6,7 @@ Letters: N points or events, L layers.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -367,12 +367,16 @@ def stage_starts(run: Run) -> list[tuple[int, str]]:
 HELDOUT_SETTINGS = (
     "data.source",
     "data.path",
-    "data.weights",
     "data.text_field",
     "data.messages_field",
     "data.template_date",
     "data.heldout_fraction",
+    "data.seed",
     "data.synthetic.pairs",
+    "data.synthetic.modulus",
+    "data.synthetic.max_moved",
+    "data.synthetic.gap_power",
+    "train.sequence_length",
     "eval.rows",
 )
 
@@ -404,11 +408,7 @@ def incomparable_reasons(runs: Sequence[Run]) -> dict[str, IncomparableReason]:
             "bits per byte.",
         )
     settings = [flatten(run.config) for run in runs]
-    # A setting that an older run does not have is as one that is left empty.
-    differing = [
-        name for name in HELDOUT_SETTINGS if len({str(s.get(name) or "") for s in settings}) > 1
-    ]
-    if differing:
+    if differing := differing_heldout_settings(settings):
         texts = [", ".join(str(s.get(name) or "") for name in differing) for s in settings]
         found["heldout"] = IncomparableReason(
             "Different held-out text.",
@@ -416,6 +416,19 @@ def incomparable_reasons(runs: Sequence[Run]) -> dict[str, IncomparableReason]:
             f"{_grouped_run_names(runs, texts)}): a lower loss may be easier text.",
         )
     return found
+
+
+def differing_heldout_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names of `HELDOUT_SETTINGS` that have different values in several runs. If there
+    are any, the runs were evaluated on different text.
+
+    Args:
+      settings: for each run, dotted name of a setting → value. A setting that an older run does not
+        have is as one that is left empty.
+    """
+    return [
+        name for name in HELDOUT_SETTINGS if len({str(s.get(name) or "") for s in settings}) > 1
+    ]
 
 
 def _grouped_run_names(runs: Sequence[Run], keys: Sequence[str]) -> str:

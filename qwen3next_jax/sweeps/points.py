@@ -34,7 +34,7 @@ from typing import Any
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import Mistakes, UserError, did_you_mean, short_repr
 from qwen3next_jax.common.trees import flatten
-from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
+from qwen3next_jax.config import Config, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import (
     call_function_of_file,
     find_user_or_shipped_file,
@@ -53,6 +53,21 @@ _WIDTH_STEP = 8
 # takes milliseconds each.
 _MOST_POINTS = 1_000
 _LONGEST_NAME = 255  # the most bytes in the name of a file or a folder
+# Columns of results.csv and results.json besides the axes and the metrics (`results.to_csv`). An
+# axis with such a name would be written over.
+_COLUMNS = (
+    "point",
+    "steps",
+    "steps_done",
+    "tokens_per_second",
+    "parameters",
+    "tokens",
+    "flops_per_token",
+    "cache_bytes_per_token",
+    "state_bytes",
+    "seconds",
+    "command",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +174,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
             if isinstance(record["axes"].get("ratio"), (list, tuple)):
                 _check_layers_fit_ratio(values["ratio"], config.model.num_hidden_layers, where)
             if match and points:
-                first, length = points[0].config.model, config.train.sequence_length
-                width, value = _matching_width(first, config.model, length, match, where)
+                width, value = _matching_width(points[0].config, config, match, where)
                 if width in sources:
                     raise UserError(_conflict_message(path, width, sources[width], "match"))
                 overrides[width] = value
@@ -331,6 +345,11 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
             f"{path}: axis {axis!r}: expected a name without '/' and control characters, as it is "
             "part of the names of the points' folders"
         )
+    if axis in _COLUMNS:
+        raise UserError(
+            f"{path}: axis {axis!r}: expected another name, as results.csv and results.json have a "
+            f"column {axis!r} of their own"
+        )
     if isinstance(values, dict):
         result = {str(name): settings for name, settings in values.items()}
         if not isinstance(axis, str) or not all(
@@ -352,8 +371,8 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
     else:
         _check_setting_exists(axis, f"{path}: axis {axis!r}", known=("ratio", "flops"))
         result = {_axis_value_name(value): {axis: value} for value in values}
-        if len(result) < len(values):
-            raise UserError(f"{path}: axis {axis!r} names a value twice: {values!r}")
+    if len(result) < len(values):
+        raise UserError(f"{path}: axis {axis!r} names a value twice: {list(values)!r}")
     if not result:
         raise UserError(f"{path}: axis {axis!r} has no values")
     return result
@@ -534,30 +553,28 @@ def _copy_nested_dicts(tree: Any) -> Any:
     )
 
 
-def _matching_width(
-    first: ModelConfig, model: ModelConfig, sequence_length: int, match: str, where: str
-) -> tuple[str, int]:
-    """Returns the name of the setting for the MLP width, and the width with which `model` is
-    closest to `first` in parameters or FLOPs per token.
+def _matching_width(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
+    """Returns the name of the setting for the MLP width, and the width with which the model of
+    `config` is closest to that of `first` in parameters or FLOPs per token. Each model has its own
+    sequence length, on which the FLOPs depend.
 
     Raises:
-      UserError: `model` has more parameters or FLOPs than `first` even at the smallest width.
+      UserError: the model of `config` has more parameters or FLOPs even at the smallest width.
     """
     # This import loads JAX, which takes time. It is here so that mistakes in the sweep file are
     # reported without that delay.
     from qwen3next_jax.sweeps.costs import parameters_or_flops_per_token
 
-    name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
+    name = "moe_intermediate_size" if config.model.has_experts else "intermediate_size"
 
-    def amount(model: ModelConfig) -> float:
-        return parameters_or_flops_per_token(model, sequence_length, match)
+    def amount(width: int) -> float:
+        model = dataclasses.replace(config.model, **{name: width})
+        return parameters_or_flops_per_token(model, config.train.sequence_length, match)
 
-    def with_width(width: int) -> ModelConfig:
-        return dataclasses.replace(model, **{name: width})
-
+    wanted = parameters_or_flops_per_token(first.model, first.train.sequence_length, match)
     # Parameters and FLOPs both grow linearly with the width.
-    low, high = amount(with_width(_WIDTH_STEP)), amount(with_width(2 * _WIDTH_STEP))
-    steps = 1 + round((amount(first) - low) / (high - low))
+    low, high = amount(_WIDTH_STEP), amount(2 * _WIDTH_STEP)
+    steps = 1 + round((wanted - low) / (high - low))
     if steps < 1:
         raise UserError(
             f"{where} has more {match} than the first point even with MLPs of width "

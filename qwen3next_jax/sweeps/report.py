@@ -99,11 +99,12 @@ def _subtitle(sweep: Sweep, results: Sequence[PointResult], done: int) -> str:
         match = (
             f", MLP widths chosen so that every point has the {sweep.match_widths_by} of the first"
         )
-    seed = results[0].point.config.data.seed
+    seeds = sorted({config.data.seed for config in configs})
     return (
         f"{done} of {len(results)} points done · base {sweep.base_path} · {tokens} tokens a "
-        f"point{match} · data seed {seed}: points on the same data see the same rows in the same "
-        "order" + "".join(f" · {sentence}" for sentence in sweep.override_sentences)
+        f"point{match} · data seed {', '.join(map(str, seeds))}: points on the same data, with the "
+        "same data seed, see the same rows in the same order"
+        + "".join(f" · {sentence}" for sentence in sweep.override_sentences)
     )
 
 
@@ -235,11 +236,12 @@ def _learning_rate_section(
     for label, line in best.items():
         moved = line[-1].moved_sqrt2_steps
         edge = " (the best was the lowest or highest that was tried)"
-        sentences.append(
-            f"{label + ': ' if label else ''}from {x} {line[0].x_value} to {line[-1].x_value} the "
-            f"best learning rate moves by {moved:+.1f} steps of √2"
-            f"{edge if line[0].at_edge or line[-1].at_edge else ''}."
-        )
+        if len(line) > 1:
+            sentences.append(
+                f"{label + ': ' if label else ''}from {x} {line[0].x_value} to {line[-1].x_value} "
+                f"the best learning rate moves by {moved:+.1f} steps of √2"
+                f"{edge if line[0].at_edge or line[-1].at_edge else ''}."
+            )
         rows += [
             [
                 label,
@@ -401,7 +403,7 @@ def _points_table(sweep: Sweep, results: Sequence[PointResult]) -> str:
                 f"{r.final_metrics[name].value:.4g}" if name in r.final_metrics else "–"
                 for name in metrics
             ),
-            f"{r.tokens_per_second:,.0f}" if r.last_step else "–",
+            f"{r.tokens_per_second:,.0f}" if math.isfinite(r.tokens_per_second) else "–",
             *(f"{r.costs[name]:,.0f}" for name in COSTS),
             f"{r.active_seconds:,.0f}",
         ]

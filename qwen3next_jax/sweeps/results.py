@@ -25,6 +25,9 @@ from qwen3next_jax.common.metrics import (
     evaluation_name_of_event,
     metric_values_of_event,
 )
+from qwen3next_jax.common.trees import flatten
+from qwen3next_jax.config import to_dict
+from qwen3next_jax.reporting.runs import differing_heldout_settings
 from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
 
@@ -39,8 +42,8 @@ class PointResult:
       final_metrics: name → value at the last step of the run, for the metrics of all evaluations,
         such as "heldout loss" or "mqar accuracy/8 pairs"; {} until the point is done.
       tokens_per_second: the median over the "train" events; NaN before the first such event.
-      active_seconds: the wall time during which a process of the run was active. The time between
-        the end of a process and a restart does not count.
+      active_seconds: the wall time during which a process of the run was active. Steps that were
+        lost count; the time between the end of a process and a restart does not.
       failure_reason: why the runner gave up the point; "" if it did not.
       training_losses: (step, training loss) of the run so far.
       has_report_page: whether the run has written its report.html.
@@ -106,8 +109,10 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> PointR
     speeds = [speed for speed in speeds if isinstance(speed, (int, float))]
     seconds = 0.0
     for event, following in zip(events, events[1:]):
-        if following["event"] != "start":
-            seconds += following["time"] - event["time"]
+        end = following["time"]
+        if following["event"] == "start":  # events of lost steps were removed before it
+            end = following.get("previous_end") or event["time"]
+        seconds += max(end - event["time"], 0.0)
     return PointResult(
         point,
         last_step=train[-1]["step"] if train else 0,
@@ -116,7 +121,7 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> PointR
         active_seconds=seconds,
         failure_reason=failed,
         training_losses=tuple(
-            (e["step"], e["loss"]) for e in train if isinstance(e["loss"], float)
+            (e["step"], e["loss"]) for e in train if isinstance(e.get("loss"), float)
         ),
         has_report_page=(workdir / "report.html").exists(),
         device_names=training_devices(events),
@@ -175,7 +180,7 @@ def to_csv(sweep: Sweep, results: Sequence[PointResult], commands: dict[str, str
             r.point.config.train.steps,
             r.last_step,
             *(r.final_metrics[name].value if name in r.final_metrics else "" for name in metrics),
-            round(r.tokens_per_second, 1) if r.last_step else "",
+            round(r.tokens_per_second, 1) if math.isfinite(r.tokens_per_second) else "",
             *r.costs.values(),
             round(r.active_seconds, 1),
             commands[r.point.name],
@@ -220,7 +225,7 @@ def to_json(
             **r.point.axis_values,
             "steps": r.last_step,
             **{name: _round_to_five_digits(value.value) for name, value in r.final_metrics.items()},
-            "tokens_per_second": _round_to_five_digits(r.tokens_per_second),
+            "tokens_per_second": _finite_or_none(r.tokens_per_second),
             **r.costs,
             "seconds": round(r.active_seconds),
             "command": commands[r.point.name],
@@ -236,6 +241,11 @@ def to_json(
         "points": points,
     }
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+
+
+def _finite_or_none(value: float) -> float | None:
+    """Returns `value` rounded to five significant digits; None for NaN, which JSON cannot hold."""
+    return _round_to_five_digits(value) if math.isfinite(value) else None
 
 
 def _round_to_five_digits(value: float) -> float:
@@ -330,10 +340,16 @@ def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]
     """Returns findings: one for each line in the chart of each main metric, where the metric is
     measured over all held-out rows or over the rows of one data source. A finding says which value
     on the x axis has the best mean over the seeds, which other values have seeds that are as good
-    as a seed of the best value, and which values are worse at every seed.
+    as a seed of the best value, and which values are worse at every seed. If the points of a line
+    were evaluated on different text, the first sentence says so.
     """
     x = sweep.x_axis.rpartition(".")[2]
     sentences = []
+    if differing := heldout_settings_along(sweep, results, sweep.x_axis):
+        sentences.append(
+            f"Points with different {x} were evaluated on different text "
+            f"({', '.join(differing)}): a better value may come from easier text."
+        )
     for name, metric in (main_metrics(results) | source_metrics(results)).items():
         if not metric.better:
             continue
@@ -342,6 +358,23 @@ def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]
                 subject = metric_title(name, metric) + (f" ({label})" if label else "")
                 sentences.append(_finding_sentence(x, subject, metric.better, line))
     return sentences
+
+
+def heldout_settings_along(
+    sweep: Sweep, results: Iterable[PointResult], *axes: str | None
+) -> list[str]:
+    """Returns the settings, other than axes of seeds, that choose the held-out text and that differ
+    between points whose values differ only on `axes` and on axes of seeds.
+    """
+    hidden = (*axes, *seed_axes(sweep))
+    lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        line = tuple(at for axis, at in result.point.axis_values.items() if axis not in hidden)
+        lines.setdefault(line, []).append(flatten(to_dict(result.point.config)))
+    differing = dict.fromkeys(
+        name for settings in lines.values() for name in differing_heldout_settings(settings)
+    )
+    return [name for name in differing if name not in seed_axes(sweep)]
 
 
 def _finding_sentence(x: str, subject: str, better: str, line: dict[str, SeedSpread]) -> str:
@@ -376,6 +409,8 @@ def _finding_sentence(x: str, subject: str, better: str, line: dict[str, SeedSpr
         )
     if len(best.seed_values) == 1:
         sentence += " One seed only: differences of this size may be chance."
+    if len({len(spread.seed_values) for spread in line.values()}) > 1:
+        sentence += " Some points are missing, so these are means over different seeds."
     return sentence
 
 

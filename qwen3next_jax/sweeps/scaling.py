@@ -30,9 +30,9 @@ CONFIDENCE = 0.95
 # A constant counts as determined if the upper end of its interval is at most this many times the
 # lower end.
 DETERMINED = 2.0
-# Runs whose FLOPs differ by less than this share have the same budget: a budget is met to the
-# nearest step.
-SAME_BUDGET = 0.05
+# FLOPs that differ by less than this share count as the same budget, because a budget is met to the
+# nearest step. Likewise for numbers of tokens; and for sizes, because widths are multiples of 8.
+SAME = 0.05
 _LARGEST_EXPONENT = 3.0
 # The smallest number that a run may have, and 1 over the largest: far outside of what is measured,
 # and far inside of what float64 can square and multiply.
@@ -81,19 +81,19 @@ class LossFit:
 
 class Interval(NamedTuple):
     """A value, and the low and the high end of its bootstrap interval, which contains the share
-    `CONFIDENCE` of the resampled values.
+    `CONFIDENCE` of the resampled values. The ends are None if the data give no interval.
     """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     @property
     def is_determined(self) -> bool:
         """Whether the interval is positive and its high end is at most `DETERMINED` times its low
         end. Then the data determine the value.
         """
-        return 0 < self.low and self.high <= DETERMINED * self.low
+        return self.low is not None and 0 < self.low and self.high <= DETERMINED * self.low
 
 
 class Optimum(NamedTuple):
@@ -167,7 +167,9 @@ class IsoFlopFit(NamedTuple):
     Attributes:
       parabolas: a parabola for each budget with at least three sizes, in the order of the budgets.
       size_exponent: the exponent a of the line N = G C^a through the minima; None if fewer than two
-        parabolas have a minimum between the sizes of their runs.
+        parabolas have a minimum between the sizes of their runs. It has no interval if every such
+        parabola has three runs, which it meets exactly, or if many resampled parabolas have no
+        minimum.
       size_factor: the factor G of the line N = G C^a; NaN if `size_exponent` is None.
     """
 
@@ -249,12 +251,55 @@ def missing_point_sentences(paths: Sequence[pathlib.Path]) -> list[str]:
     return sentences
 
 
+def mixed_axis_sentences(
+    paths: Sequence[pathlib.Path], metric: str = "heldout loss", size: str = "parameters"
+) -> list[str]:
+    """Returns a sentence for each axis, except for axes of seeds, in which runs of equal size and
+    of equal tokens or equal FLOPs differ. The law has no term for such an axis. `read_runs`
+    explains the arguments and errors.
+    """
+    sentences = []
+    for path, record in map(_read_results_json, paths):
+        points = record["points"]
+        runs = [_read_run(point, metric, size, path) for point in points]
+        sizes, *others = (_group_numbers([run[i] for run in runs]) for i in (1, 2, 3))
+        equal: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+        for i, numbers in enumerate(others):
+            for size_number, number, point in zip(sizes, numbers, points, strict=True):
+                equal.setdefault((i, size_number, number), []).append(point)
+        sentences += [
+            f"{path}: runs of equal size, and of equal tokens or FLOPs, differ in {axis}: the fit "
+            "is an average over the values of this axis; for the law of one value, give a sweep of "
+            "this value alone"
+            for axis in record.get("axes", {})
+            if axis.rpartition(".")[2] != "seed"
+            and any(
+                len({str(point.get(axis)) for point in points}) > 1 for points in equal.values()
+            )
+        ]
+    return sentences
+
+
+def _group_numbers(values: Sequence[float]) -> list[int]:
+    """Divides positive numbers into groups, and returns the number of the group of each. Numbers
+    that exceed the smallest of their group by less than the share `SAME` are in one group. Groups
+    are numbered in ascending order.
+    """
+    numbers = [0] * len(values)
+    group, smallest = -1, 0.0
+    for i in sorted(range(len(values)), key=values.__getitem__):
+        if group < 0 or values[i] > (1 + SAME) * smallest:
+            group, smallest = group + 1, values[i]
+        numbers[i] = group
+    return numbers
+
+
 def _read_results_json(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
     """Returns the path and the content of the results.json of a sweep."""
     path = given / "results.json" if given.is_dir() else given
     try:
         record = json_files.read(path)
-        points = record["points"]
+        points, axes = record["points"], record.get("axes", {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: cannot be read as the results of a sweep: expected the folder of a sweep "
@@ -263,6 +308,10 @@ def _read_results_json(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any
     require(
         isinstance(points, list) and all(isinstance(point, dict) for point in points),
         f"{path}: points: expected a list of objects",
+    )
+    require(
+        isinstance(axes, dict) and all(isinstance(values, list) for values in axes.values()),
+        f"{path}: axes: expected an object of lists",
     )
     return path, record
 
@@ -296,10 +345,11 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
     """Checks that the runs can determine the constants.
 
     Raises:
-      UserError: there are too few runs, sizes or numbers of tokens; or the number of tokens is a
-        power of the size in all runs.
+      UserError: there are too few runs, sizes or numbers of tokens, or too few pairs of a size and
+        a number of tokens; or the number of tokens is a power of the size in all runs.
     """
-    sizes, tokens = ({round(math.log(run[i]), 6) for run in runs} for i in (1, 2))
+    groups = [_group_numbers([run[i] for run in runs]) for i in (1, 2)]
+    sizes, tokens, pairs = map(set, (*groups, zip(*groups, strict=True)))
     least = len(CONSTANTS) + 1
     require(
         len(runs) >= least,
@@ -309,9 +359,15 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
     for what, values in (("sizes of the model", sizes), ("numbers of tokens", tokens)):
         require(
             len(values) >= 3,
-            f"{len(values)} different {what}: expected at least 3, as a power law over them has 3 "
-            "constants: add points to the sweep",
+            f"{what} that differ by more than {SAME:.0%}: {len(values)}; expected at least 3, as a "
+            "power law over them has 3 constants: add points to the sweep",
         )
+    require(
+        len(pairs) >= len(CONSTANTS),
+        f"{len(pairs)} different pairs of a size and a number of tokens (runs that differ only in "
+        f"the seed count once): expected at least {len(CONSTANTS)}, the number of constants: add "
+        "points to the sweep",
+    )
     correlation = np.corrcoef(np.log([run.size for run in runs]), np.log([r.tokens for r in runs]))
     require(
         abs(correlation[0, 1]) < 0.999,
@@ -432,13 +488,15 @@ def _confidence_interval(value: float, resampled: Sequence[float]) -> Interval:
 
 def flops_per_token_by_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
     """Returns a function that maps a size to FLOPs per token. The function is exact at the runs'
-    sizes; between and beyond these sizes, log FLOPs is piecewise linear in log size.
+    sizes, except that nearly equal sizes (`SAME`) count as their geometric mean; between and beyond
+    these sizes, log FLOPs is piecewise linear in log size.
     """
-    by_size: dict[float, list[float]] = {}
-    for run in runs:
-        by_size.setdefault(run.size, []).append(run.flops / run.tokens)
-    x = np.log(sorted(by_size))
-    y = np.array([np.mean(np.log(by_size[size])) for size in sorted(by_size)])
+    numbers = np.array(_group_numbers([run.size for run in runs]))
+    log_sizes, log_flops = np.log([(run.size, run.flops / run.tokens) for run in runs]).T
+    x, y = (
+        np.array([logs[numbers == number].mean() for number in range(numbers.max() + 1)])
+        for logs in (log_sizes, log_flops)
+    )
     slopes = (y[1] - y[0]) / (x[1] - x[0]), (y[-1] - y[-2]) / (x[-1] - x[-2])
 
     def flops_per_token(size: float) -> float:
@@ -467,16 +525,14 @@ def compute_optimal_size(
 
 def fit_parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
     """Fits a parabola to the runs of every budget that has at least three sizes."""
-    budgets: list[list[ScalingRun]] = []
-    for run in sorted(runs, key=lambda run: run.flops):
-        if budgets and run.flops <= (1 + SAME_BUDGET) * budgets[-1][0].flops:
-            budgets[-1].append(run)
-        else:
-            budgets.append([run])
+    runs = sorted(runs, key=lambda run: run.flops)
+    budgets: dict[int, list[ScalingRun]] = {}
+    for number, run in zip(_group_numbers([run.flops for run in runs]), runs, strict=True):
+        budgets.setdefault(number, []).append(run)
     found = []
-    for group in budgets:
+    for group in budgets.values():
         group = tuple(sorted(group, key=lambda run: run.size))
-        if len({run.size for run in group}) < 3:
+        if len(set(_group_numbers([run.size for run in group]))) < 3:
             continue
         x = np.log([run.size for run in group])
         coefficients = np.polyfit(x - x.mean(), [run.loss for run in group], 2)
@@ -488,7 +544,9 @@ def fit_parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
 def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlopFit:
     """Fits isoFLOP parabolas, and the line N = G C^a through those minima that lie between the
     sizes of the runs. The interval of the exponent a is computed from fits of resampled residuals
-    of the parabolas.
+    of the parabolas. There is no interval if the parabolas have no residuals, because a parabola
+    meets three runs exactly; or if more of the resampled exponents than an interval leaves out at
+    one end do not exist.
     """
     found = fit_parabolas(runs)
     used = [parabola for parabola in found if math.isfinite(parabola.best_size_within_runs)]
@@ -496,6 +554,8 @@ def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFl
         return IsoFlopFit(found, None, math.nan)
     exponent, factor = _fit_line_of_minima(used)
     runs = [run for parabola in used for run in parabola.runs]
+    if len(runs) == 3 * len(used):
+        return IsoFlopFit(found, Interval(exponent, None, None), factor)
     fitted = np.concatenate([p([run.size for run in p.runs]) for p in used])
     residuals = _inflate_residuals(np.array([run.loss for run in runs]) - fitted, 3 * len(used))
     rng = np.random.default_rng(seed)
@@ -505,7 +565,10 @@ def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFl
         made = [run._replace(loss=loss) for run, loss in zip(runs, fitted + noise, strict=True)]
         exponents.append(_fit_line_of_minima(fit_parabolas(made))[0])
     exponents = [value for value in exponents if math.isfinite(value)]
-    return IsoFlopFit(found, _confidence_interval(exponent, exponents or [exponent]), factor)
+    interval = Interval(exponent, None, None)
+    if len(exponents) >= (1 + CONFIDENCE) / 2 * resamples:
+        interval = _confidence_interval(exponent, exponents)
+    return IsoFlopFit(found, interval, factor)
 
 
 def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
@@ -516,7 +579,8 @@ def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
     if not np.isfinite(points).all():
         return math.nan, math.nan
     slope, offset = np.polyfit(*points.T, 1)
-    return float(slope), float(np.exp(offset))
+    with np.errstate(over="ignore"):  # of a resampled line, whose G is not used
+        return float(slope), float(np.exp(offset))
 
 
 def predict_losses(
@@ -551,7 +615,7 @@ def _predict_heldout_groups(
     the largest run, and the runs with the highest budget. (`ScalingAnalysis.heldout_predictions`)
     """
     highest = max(run.flops for run in runs)
-    budget = [run for run in runs if run.flops * (1 + SAME_BUDGET) >= highest]
+    budget = [run for run in runs if run.flops * (1 + SAME) >= highest]
     largest = max(budget, key=lambda run: run.size)
     held_out = {"the largest run": [run for run in budget if run.size == largest.size]}
     if len(budget) > len(held_out["the largest run"]):

@@ -71,6 +71,11 @@ def result_sentences(scaling: ScalingAnalysis, resamples: int) -> list[str]:
                 _interval_text(iso.size_exponent, '.2f')
             }."
         )
+        if iso.size_exponent.low is None:
+            found.append(
+                "The isoFLOP parabolas do not tell how far this exponent may be off: more sizes at "
+                "each budget would tell (a parabola meets three runs exactly)."
+            )
     if without := [p for p in iso.parabolas if math.isnan(p.best_size_within_runs)]:
         found.append(
             f"At {', '.join(f'{p.budget_flops:.2g}' for p in without)} FLOPs the minimum is not "
@@ -159,9 +164,11 @@ def as_json(scaling: ScalingAnalysis) -> str:
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
 
-def render_page(scaling: ScalingAnalysis, title: str, metric: str, resamples: int) -> str:
+def render_page(
+    scaling: ScalingAnalysis, title: str, metric: str, resamples: int, size: str = "parameters"
+) -> str:
     """Returns the page scaling.html: the sentences, charts and tables of the results, and
-    the runs.
+    the runs. `size` says what N counts, as in `scaling.read_runs`.
     """
     listed = "".join(
         f"<li>{html.escape(line)}</li>" for line in result_sentences(scaling, resamples)
@@ -198,7 +205,8 @@ def render_page(scaling: ScalingAnalysis, title: str, metric: str, resamples: in
         "</section>"
         for name, text in sections.items()
     )
-    subtitle = f"{metric} of {len(scaling.analysed_runs)} runs, over parameters and tokens"
+    counted = "parameters" if size == "parameters" else "FLOPs per token / 6"
+    subtitle = f"{metric} of {len(scaling.analysed_runs)} runs, over N ({counted}) and D (tokens)"
     return html_document(title, subtitle, list(sections), body)
 
 
@@ -320,5 +328,7 @@ def _range_text(values: Iterable[float]) -> str:
 
 
 def _interval_text(interval: Interval, form: str) -> str:
+    if interval.low is None:
+        return f"{interval.value:{form}} (no interval)"
     value, low, high = (format(number, form) for number in interval)
     return f"{value} ({low} to {high})"

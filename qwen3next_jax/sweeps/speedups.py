@@ -12,7 +12,12 @@ import numpy as np
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.reporting.speedup import LEAST_BUDGETS, Arm, Comparison, compare_in_every_unit
 from qwen3next_jax.sweeps.points import Sweep
-from qwen3next_jax.sweeps.results import PointResult, main_metrics, seed_axes
+from qwen3next_jax.sweeps.results import (
+    PointResult,
+    heldout_settings_along,
+    main_metrics,
+    seed_axes,
+)
 
 
 def budget_axis(sweep: Sweep) -> str | None:
@@ -114,7 +119,8 @@ def compare_arms(sweep: Sweep, results: Sequence[PointResult]) -> list[Compariso
       results: the results of all points.
 
     Raises:
-      UserError: all points of the sweep have the same number of steps.
+      UserError: all points of the sweep have the same number of steps, or the points that would be
+        compared were evaluated on different text.
     """
     axis, metric = arm_axis(sweep), speed_up_metric(results)
     if axis is None or metric is None:
@@ -123,6 +129,12 @@ def compare_arms(sweep: Sweep, results: Sequence[PointResult]) -> list[Compariso
         budget_axis(sweep) is not None,
         f"every {axis.rpartition('.')[2]} has one budget; expected at least {LEAST_BUDGETS}, to "
         'which a law can be fitted: add an axis such as "flops": [1e11, 3e11, 9e11]',
+    )
+    differing = heldout_settings_along(sweep, results, axis, budget_axis(sweep))
+    require(
+        not differing,
+        f"points with different {axis.rpartition('.')[2]} were evaluated on different text "
+        f"({', '.join(differing)}), so their losses do not compare: give all of them the same",
     )
     return [
         compare_in_every_unit(baseline, arm)

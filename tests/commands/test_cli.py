@@ -91,6 +91,10 @@ MISTAKES = [
         ("--config.lora", "--config.model.lora.rank=…"),
     ),
     (
+        ["train.py", TINY, "--config.model.lora_rank=1"],
+        ("--config.model.lora_rank", "--config.model.lora.rank=…"),
+    ),
+    (
         ["train.py", "--help", "lerning"],
         ("--help", "'learning_rate'"),
     ),
@@ -175,6 +179,14 @@ MISTAKES = [
     (
         ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.learning_rate=3"],
         ("train.learning_rate", "'optimizer.learning_rate'"),
+    ),
+    (
+        ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=eval.suite_lengths=0"],
+        ("eval.suite_lengths = (0,)",),
+    ),
+    (
+        ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.steps=many"],
+        ("--set train.steps=many",),
     ),
     (["-m", "qwen3next_jax", "report", "nowhere"], ("nowhere",)),
     (

@@ -25,6 +25,12 @@ def test_weights_by_name_follow_the_sources():
     assert DataConfig(path=NAMED).source_weights == ()
 
 
+def test_spaces_around_equals_are_ignored():
+    spaced = DataConfig(path=NAMED, weights="c = 1, web =3,code= 0", text_field="code = content")
+    assert spaced.source_weights == (3.0, 0.0, 1.0)
+    assert [source.text_field for source in spaced.sources] == ["text", "content", "text"]
+
+
 def test_fields_by_name_leave_others_their_default():
     config = DataConfig(path=NAMED, text_field="code=content", messages_field="web=chat.turns")
     assert [(s.text_field, s.messages_field) for s in config.sources] == [
@@ -47,6 +53,7 @@ def test_fields_by_name_leave_others_their_default():
         ({"weights": "web=1,web=2,code=1,c=1"}, ["two values", "'web'"]),
         ({"weights": "web=1,2,3"}, ["a name for each"]),
         ({"weights": "1,2"}, ["2 values for 3 sources"]),
+        ({"weights": "3"}, ["1 value for 3 sources"]),
         ({"weights": "1,2,x"}, ["'x'"]),
         ({"weights": "1,2,-1"}, ["'-1'"]),
         ({"weights": "1,2,nan"}, ["'nan'"]),

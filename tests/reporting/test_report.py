@@ -14,7 +14,7 @@ from benchmarks.reporting.report import open_in_chromium, write_run
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.reporting import page, runs
-from qwen3next_jax.reporting.charts import Axis, Line, line_chart
+from qwen3next_jax.reporting.charts import Axis, Line, heatmap, line_chart, tick_labels
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING, load_run
 from qwen3next_jax.runs import train
@@ -176,6 +176,20 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
     (tokenizers,), charts = warnings(a=dict, b=lambda record: record | {"tokenizer": "other"})
     assert "a | b" in tokenizers
     assert charts == 3  # loss, MTP loss, accuracy: not bits per byte
+
+    def other_settings(**changes):
+        def change(record):
+            for name, value in changes.items():
+                group, _, key = name.partition("__")
+                record["config"][group][key] = value
+            return record
+
+        return change
+
+    # The order of the held-out rows depends on the sizes of the sources, not on their weights.
+    assert warnings(a=dict, b=other_settings(data__weights="3,1")) == ([], 0)
+    (texts,), _ = warnings(a=dict, b=other_settings(data__seed=1, train__sequence_length=64))
+    assert "data.seed, train.sequence_length: a | b" in texts
     (texts,), charts = warnings(a=dict, b=other_text)
     assert "data.path: a | b" in texts
     assert charts == 3  # loss, bits per byte, drafts
@@ -216,11 +230,37 @@ def test_a_run_without_metrics_is_named(tmp_path):
     assert all("Not measured: d." in figure for figure in by_layer)
 
 
+def test_runs_of_one_page_have_distinct_names():
+    named = [runs.run_from_events(name, {}, []) for name in ("a", "a", "a (2)")]
+    assert len({run.name for run in page._with_distinct_names(named)}) == 3
+
+
 def test_ticks_of_steps_are_whole_numbers():
     for last in (1, 2, 3, 7, 13, 120):
         ticks = Axis(0, last, 0, 600, whole_ticks=True).tick_values(6)
         assert len(ticks) > 1
         assert all(tick == int(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize("low, high", [(2.0001, 2.0004), (0.0, 3e-13), (1.2e6, 1.2001e6)])
+def test_neighbouring_ticks_have_different_labels(low, high):
+    labels = tick_labels(Axis(low, high, 0, 600).tick_values(5))
+    assert len(set(labels)) == len(labels) > 1
+
+
+def test_a_band_is_drawn_around_gaps():
+    y, low, high = ([v, v + 1, np.nan, v, v + 1] for v in (2.0, 1.0, 3.0))
+    (band,) = re.findall(
+        'class="band" d="(.*?)"', line_chart("", [Line("a", range(5), y, low, high)])
+    )
+    assert band.count("Z") == 2
+    assert "nan" not in band
+
+
+def test_a_heatmap_names_exact_steps():
+    steps = np.array([123_450, 123_460])
+    page = heatmap("", np.eye(2), rows="ab", columns=steps, row_label="", column_label="step")
+    assert '"columns":["123450","123460"]' in page
 
 
 def test_a_legend_has_only_named_lines():

@@ -38,6 +38,23 @@ def test_a_minimum_at_an_edge_was_tried():
     assert best_rate(RATES[:1], [1.0]) == (RATES[0], True)
 
 
+def test_one_best_rate_moves_nowhere(tmp_path, monkeypatch):
+    """Only the points of the first width are done."""
+    monkeypatch.chdir(ROOT)
+    axes = {"model.hidden_size": [64, 256], "optimizer.learning_rate": [1e-3, 2e-3]}
+    record = {"base": "configs/tiny.py", "axes": axes}
+    (tmp_path / "sweep.py").write_text(f"def get_sweep():\n    return {record!r}\n")
+    sweep = load_sweep(tmp_path / "sweep.py")
+    metrics = {METRIC: pair_with_declarations({"bits_per_byte": 2.0}, Heldout.metrics)[0]}
+    results = [
+        PointResult(p, 500, metrics if p.config.model.hidden_size == 64 else {}, 100.0, 1.0)
+        for p in sweep.points
+    ]
+    page = render_report(sweep, results, {}, "widths")
+    assert "best learning rate" in page
+    assert "moves by" not in page
+
+
 @pytest.mark.slow
 def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
     """Without scaling by two octaves, four steps of √2; with it not at all."""

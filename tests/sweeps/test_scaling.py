@@ -2,8 +2,12 @@
 named.
 """
 
+import dataclasses
+import itertools
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,10 +20,12 @@ from qwen3next_jax.sweeps.scaling import (
     ScalingRun,
     analyse_scaling,
     compute_optimal_size,
+    fit_iso_flop,
     fit_loss,
     fit_parabolas,
     flops_per_token_by_size,
     missing_point_sentences,
+    mixed_axis_sentences,
     predict_losses,
     read_runs,
     resample_fits,
@@ -89,6 +95,33 @@ def test_parabolas_find_minima_between_sizes_only():
     assert math.isnan(outside.best_size_within_runs)
 
 
+def test_nearly_equal_sizes_count_as_one():
+    """Two models of every size: the second has 3e-5 more parameters and 18 % more FLOPs."""
+    runs = ladder(sizes=3)
+    others = [run._replace(size=run.size * 1.00003, tokens=run.tokens / 1.18) for run in runs]
+    flops_per_token = flops_per_token_by_size(runs + others)
+    size = 2 * max(run.size for run in runs)
+    assert flops_per_token(size) == pytest.approx(6 * math.sqrt(1.18) * size, rel=1e-4)
+    close = [run._replace(size=1e8 * (1 + 0.001 * (i % 3))) for i, run in enumerate(runs)]
+    with refused("sizes of the model", "1"):
+        analyse_scaling(close)
+    assert fit_parabolas(close) == ()
+
+
+def test_parabolas_without_residuals_give_no_interval():
+    """A parabola meets three runs exactly, whatever their noise."""
+    exact, residual = (fit_iso_flop(ladder(noise=1e-2, sizes=n), 40, 0) for n in (3, 4))
+    assert exact.size_exponent.low is None
+    assert residual.size_exponent.low < residual.size_exponent.high
+
+
+def test_lost_minima_give_no_interval():
+    """With this noise, every tenth parabola of resampled losses has no minimum."""
+    noisy = ladder(noise=3e-2, seed=2, budgets=(1e18, 3e18))
+    assert len(fit_parabolas(noisy)) == 2
+    assert fit_iso_flop(noisy, 100, 0).size_exponent.low is None
+
+
 def test_unseen_runs_are_predicted_within_the_interval():
     runs = ladder(noise=2e-3, seed=3)
     (found,) = predict_losses(runs[:-1], runs[-1:], resamples=40, seed=0)
@@ -125,6 +158,12 @@ def test_text_page_and_json_are_whole():
     text = render_page(scaling, "title", "heldout loss", 20)
     assert text.count("<figure") == 4
     assert "nan" not in text
+    assert "N (parameters)" in text
+    assert "N (parameters)" not in render_page(scaling, "title", "heldout loss", 20, "flops")
+    three_sizes = fit_iso_flop(ladder(noise=1e-2, sizes=3), 20, 0)
+    scaling = dataclasses.replace(scaling, iso_flop=three_sizes)
+    assert "(no interval)" in as_text(scaling, 20)
+    assert json.loads(as_json(scaling))["iso_flop_exponent"]["high"] is None
 
 
 def test_too_few_runs_are_refused():
@@ -132,10 +171,12 @@ def test_too_few_runs_are_refused():
     same_size = [run._replace(size=1e8 * (1 + i % 2)) for i, run in enumerate(runs)]
     same_tokens = [run._replace(tokens=1e9) for run in runs]
     in_step = [run._replace(tokens=20 * run.size) for run in runs]
+    few_pairs = [run._replace(name=seed) for run in runs[4:15:3] for seed in "01"]
     for wrong, name in (
         (runs[:5], "5 runs"),
         (same_size, "sizes of the model"),
         (same_tokens, "numbers of tokens"),
+        (few_pairs, "4 different pairs"),
         (in_step, "the numbers of tokens are a power"),
     ):
         with refused(name):
@@ -166,10 +207,40 @@ def test_results_without_counts_are_refused(tmp_path):
         write(point | {"parameters": count})
         with refused("a=1", "parameters"):
             read_runs([file])
-    for wrong in ("", "[]", '{"points": 3}'):
+    for wrong in ("", "[]", '{"points": 3}', '{"points": [], "axes": [3]}'):
         file.write_text(wrong)
         with refused("results.json"):
             read_runs([file])
+
+
+def test_an_axis_without_a_term_is_named(tmp_path):
+    axes = {"size": ["a", "b"], "optimizer": ["adamw", "muon"], "train.seed": ["0", "1"]}
+    points = [
+        dict(zip(axes, values, strict=True), parameters=100 * (1 + (values[0] == "b")))
+        | {"tokens": 100, "flops_per_token": 60.0, "heldout loss": 2.0}
+        for values in itertools.product(*axes.values())
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"axes": axes, "points": points}))
+    (sentence,) = mixed_axis_sentences([tmp_path])
+    assert "optimizer" in sentence
+
+
+def test_names_that_utf8_lacks_are_written(tmp_path):
+    points = [
+        {
+            "point": "\ud800",
+            "parameters": run.size,
+            "tokens": run.tokens,
+            "flops_per_token": run.flops / run.tokens,
+            "heldout loss": run.loss,
+        }
+        for run in ladder(noise=1e-3)
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"points": points}))
+    command = [sys.executable, "-m", "qwen3next_jax", "scaling", str(tmp_path), "--resamples=20"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "scaling.json").read_text())["runs"][0]["name"] == "\ud800"
 
 
 def test_an_axis_of_flops_gives_every_point_its_budget(tmp_path):

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -204,6 +205,16 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
     assert widths[0] == 128
 
 
+def test_matched_points_have_their_own_lengths(tmp_path):
+    axes = {"train.sequence_length": [256, 64]}
+    record = {"base": "configs/tiny.py", "match": "flops", "axes": axes}
+    first, second = (point.config for point in load_sweep(sweep_file(tmp_path, record)).points)
+    flops = [flops_per_token(c.model, c.train.sequence_length) for c in (first, second)]
+    # Widths are multiples of 8, and FLOPs are linear in the width.
+    wider = dataclasses.replace(first.model, moe_intermediate_size=136)
+    assert abs(flops[1] - flops[0]) <= (flops_per_token(wider, 256) - flops[0]) / 2
+
+
 @pytest.mark.parametrize(
     "record, names",
     [
@@ -297,6 +308,11 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
         ({"axes": {"m": {"a": {0: 1}}}}, ("0",)),
         ({"axes": {"a/../../x": {"b": {}}}}, ("'a/../../x'", "'/'")),
         ({"axes": {"a\nb": {"b": {}}}}, ()),
+        (
+            {"axes": {"m": {1: {"train.steps": 1}, "1": {"train.steps": 2}}}},
+            ("'m'", "[1, '1']"),
+        ),
+        ({"axes": {"tokens": {"few": {"train.steps": 1}}}}, ("'tokens'",)),
         (
             {"axes": {"ratio": ["3:1"]}, "set": {"eval.sample_prompt": "a\0b"}},
             ("ratio=3-1", "eval.sample_prompt =", "NUL"),
@@ -694,6 +710,8 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
     assert finding_sentences(sweep, one)[0].endswith(
         "One seed only: differences of this size may be chance."
     )
+    assert "different seeds" not in finding_sentences(sweep, results)[0]
+    assert "different seeds" in finding_sentences(sweep, results[1:])[0]
     assert metric_along_x(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(
         2.1
     )
@@ -725,6 +743,81 @@ def test_each_source_of_the_data_has_its_finding(tmp_path):
     points_table = page[page.index('id="points"') :]
     assert "bits per byte web" in points_table
     assert "drafts accepted t+2" in points_table
+
+
+def test_points_with_different_texts_are_named(tmp_path):
+    axes = {
+        "train.sequence_length": [64, 128],
+        "data.source": ["mqar", "copy"],
+        "data.seed": [0, 1],
+    }
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "axes": axes}))
+    results = [PointResult(p, 9, measured({"heldout loss": 1.0}), 1.0, 1.0) for p in sweep.points]
+    of_length, *_ = finding_sentences(sweep, results)
+    assert "(train.sequence_length)" in of_length
+    same = dataclasses.replace(sweep, x_axis="data.seed")
+    assert not any("different" in sentence for sentence in finding_sentences(same, results))
+
+
+def test_a_subtitle_names_every_data_seed(tmp_path):
+    sweep = load_sweep(
+        sweep_file(tmp_path, {"base": "configs/tiny.py", "axes": {"data.seed": [3, 4]}})
+    )
+    results = [PointResult(point, 0, {}, math.nan, 0.0) for point in sweep.points]
+    page = render_report(sweep, results, {}, "x")
+    assert "data seed 3, 4" in page
+
+
+def test_an_axis_cannot_have_a_columns_name(tmp_path):
+    sweep, results = _results(tmp_path, {("1:1", 0): {}})
+    commands = {point.name: "" for point in sweep.points}
+    (head,) = csv.reader(io.StringIO(to_csv(sweep, results, commands).splitlines()[0]))
+    assert {*head} - {*sweep.axes} == {*points._COLUMNS}
+
+
+def test_lost_speeds_leave_json_readable(tmp_path):
+    sweep, results = _results(tmp_path, {("1:1", 0): {"heldout loss": 1.0}})
+    lost = [dataclasses.replace(result, tokens_per_second=math.nan) for result in results]
+    text = to_json(sweep, lost, {point.name: "" for point in sweep.points}, [])
+    assert json.loads(text, parse_constant=pytest.fail)["points"][0]["tokens_per_second"] is None
+    _, row = csv.reader(io.StringIO(to_csv(sweep, lost, {p.name: "" for p in sweep.points})))
+    assert "nan" not in row
+
+
+def test_lost_steps_count_as_active_time(tmp_path):
+    """A process trains for 10 s; the next one begins 100 s later, from the step at 4 s."""
+    sweep, _ = _results(tmp_path, {("1:1", 0): {}})
+    events = [
+        {"event": "start", "time": 0.0},
+        {"event": "train", "time": 4.0},
+        {"event": "start", "time": 110.0, "previous_end": 10.0},
+        {"event": "train", "time": 113.0},
+    ]
+    lines = (json.dumps(event | {"step": 1}) for event in events)
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_result(sweep.points[0], tmp_path).active_seconds == 10 + 3
+
+
+def test_a_train_event_may_lack_its_loss(tmp_path):
+    sweep, _ = _results(tmp_path, {("1:1", 0): {}})
+    event = {"event": "train", "step": 1, "time": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(event))
+    assert read_result(sweep.points[0], tmp_path).training_losses == ()
+
+
+def test_an_unwritable_report_ends_no_sweep(tmp_path):
+    path = sweep_file(
+        tmp_path, {"base": "configs/mqar.py", "set": NANO, "axes": {"train.seed": [0]}}
+    )
+    workdir = tmp_path / "w"
+    (workdir / "points" / "seed=0").mkdir(parents=True)
+    (workdir / "report.html").mkdir()
+    event = {"event": "heldout", "step": 4, "time": 1.0, "loss": 1.0}
+    (workdir / "points" / "seed=0" / "metrics.jsonl").write_text(json.dumps(event))
+    command = [sys.executable, "-m", "qwen3next_jax", "sweep", str(path), f"--workdir={workdir}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert f"{workdir}: the report" in done.stderr
 
 
 def test_pareto_keeps_what_nothing_beats_in_both():
@@ -917,6 +1010,13 @@ def test_a_speed_up_from_one_budget_is_refused(tmp_path):
     with refused("name", "one budget", "flops"):
         compare_arms(sweep, results)
     assert "one budget" in render_report(sweep, results, {p.name: "" for p in sweep.points}, "x")
+
+
+def test_arms_with_different_texts_are_refused(tmp_path):
+    axes = {"train.sequence_length": [64, 128], "train.steps": [100, 300, 900]}
+    sweep, results = _ladder(tmp_path, axes=axes, x="train.steps")
+    with refused("sequence_length", "different text"):
+        compare_arms(sweep, results)
 
 
 def test_each_value_of_another_axis_is_compared_alone(tmp_path):

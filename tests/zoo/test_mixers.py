@@ -25,6 +25,7 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.config.mixer import MixerConfig
+from qwen3next_jax.config.reading import UnparsedFlagText
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.inference import generate_to_end
 from qwen3next_jax.interop.huggingface import stored_dtype
@@ -368,6 +369,13 @@ def test_a_layer_with_negative_eigenvalues_is_the_recurrence(name):
 def deltaproduct(writes, **settings):
     mixer = MixerConfig(num_householder=writes)
     return dataclasses.replace(base("gated_deltaproduct"), mixer=mixer, **settings)
+
+
+def test_an_unread_setting_shows_its_value():
+    """Its text came from a flag, and is a number in the mixer that has the setting."""
+    values = MixerConfig(num_householder=UnparsedFlagText("3"))
+    with refused("model.mixer.num_householder = 3", "gated_deltaproduct"):
+        values.checked_for_mixers(["gated_deltanet"])
 
 
 def test_one_write_a_token_is_gated_deltanet_to_the_bit():
