@@ -69,7 +69,7 @@ def disk_stays_full(lab: Lab, seed: int) -> list[Trial]:
     """
     with small_disk(lab) as disk:
         workdir = disk / "run"
-        process = lab.start(workdir, pace=0.03)
+        process = lab.start(workdir, pace=0.1)
         filled_at = (4 + seed % 3) * EVERY
         _wait_for_seal(workdir, filled_at, process)
         ballast = _fill(disk)

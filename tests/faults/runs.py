@@ -321,7 +321,11 @@ def other_file_systems(lab: Lab, _: int) -> list[Trial]:
             )
         else:
             save_hf(load_trained(lab.reference())[0], hosts[0] / "hf")
-            config = lab.with_(parallel={"start_timeout": 60}, train={"init_from": "hf"})
+            config = lab.with_(
+                parallel={"start_timeout": 60},
+                data={"tokenizer": "bytes"},
+                train={"init_from": "hf"},
+            )
         metrics = (there / "metrics.jsonl").read_bytes() if there else None
         processes = [
             lab.start(workdir, config, cwd=str(host), **launch)

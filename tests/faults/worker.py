@@ -48,7 +48,7 @@ def main(spec: dict) -> None:
 def _train(spec: dict) -> int:
     import jax
 
-    from qwen3next_jax.common.storage import to_path
+    from qwen3next_jax.common.storage import to_path, with_patience
     from qwen3next_jax.config import Config, from_dict
     from qwen3next_jax.processes import distributed
     from qwen3next_jax.processes.launch import Launch
@@ -70,7 +70,7 @@ def _train(spec: dict) -> int:
         start = distributed.run_on_all(
             lambda: prepare_start(
                 config,
-                to_path(spec["workdir"]),
+                with_patience(to_path(spec["workdir"]), config.checkpoint.patience),
                 spec.get("restart", False),
                 distributed.is_process_0(),
             )
