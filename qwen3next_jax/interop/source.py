@@ -114,6 +114,22 @@ def _whole_tensor_block(weights: Weights, name: str) -> Iterator[np.ndarray]:
     yield weights.read(name)
 
 
+def with_end_token(config: ModelConfig, eos_id: int) -> ModelConfig:
+    """Returns the settings of a trained model with the end token of its tokenizer: a run ends
+    documents with this token, whatever `eos_token_id` its configuration has.
+
+    The result is `config` itself if the tokenizer has no end token, as in a synthetic task, or if
+    the model has n-gram embeddings, because `eos_token_id` determines the rows of n-grams.
+
+    Args:
+      config: the model's settings.
+      eos_id: the tokenizer's end token; -1: none.
+    """
+    if eos_id < 0 or config.ple.layer_ids:
+        return config
+    return dataclasses.replace(config, eos_token_id=eos_id)
+
+
 def config_for_export(
     config: ModelConfig, form: str | None, source: pathlib.Path | None, recorded_form: str = ""
 ) -> ModelConfig:

@@ -32,12 +32,13 @@ from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict, 
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
+from qwen3next_jax.data.synthetic import TaskTokenizer
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.families import FORMS, qwen3_next
 from qwen3next_jax.interop.families.form import NOT_IN_FILES
-from qwen3next_jax.interop.hf_config import read_hf_config
+from qwen3next_jax.interop.hf_config import hf_config_fields, read_hf_config
 from qwen3next_jax.interop.layout import stored_parameters
-from qwen3next_jax.interop.source import config_for_export
+from qwen3next_jax.interop.source import config_for_export, with_end_token
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import LocalExport
 from qwen3next_jax.model.layer_properties import mixer_class
@@ -555,6 +556,29 @@ def test_both_forms_of_config_json_read_alike(checkpoint):
     assert read_hf_config(checkpoint) == expected
 
 
+def test_yarn_s_trained_context_may_stand_at_the_top(checkpoint):
+    edit_config(
+        checkpoint,
+        max_position_embeddings=2048,
+        original_max_position_embeddings=512,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0},
+    )
+    config = read_hf_config(checkpoint)
+    assert (config.max_position_embeddings, config.yarn_factor) == (512, 4.0)
+
+
+def test_the_model_s_end_token_leads_a_list(checkpoint):
+    edit_config(checkpoint, eos_token_id=[5, 7])
+    source = json.loads((checkpoint / "config.json").read_text())
+    config = dataclasses.replace(read_hf_config(checkpoint), eos_token_id=7)
+    assert hf_config_fields(config, "float32", source)["eos_token_id"] == [7, 5]
+
+
+def test_a_task_without_end_token_keeps_the_model_s():
+    config = ModelConfig(eos_token_id=7)
+    assert with_end_token(config, TaskTokenizer(64).eos_id).eos_token_id == 7
+
+
 def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     edit_tensors(checkpoint, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")])
     model = load_hf(checkpoint)
@@ -574,6 +598,13 @@ def test_an_export_without_vision_keeps_its_config(tmp_path, capsys):
     fields = json.loads((tmp_path / "without" / "config.json").read_text())
     assert fields["vision_config"] == original["vision_config"]
     assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
+
+
+def test_a_wrapper_has_the_end_token_of_its_text():
+    source = json.loads((WRAPPER / "config.json").read_text()) | {"eos_token_id": 5}
+    config = dataclasses.replace(read_hf_config(WRAPPER), eos_token_id=7)
+    written = hf_config_fields(config, "float32", source)
+    assert (written["eos_token_id"], written["text_config"]["eos_token_id"]) == (7, 7)
 
 
 @pytest.fixture

@@ -166,13 +166,18 @@ def wrapper_fields(
     """
     kind = text["model_type"]
     text = {name: value for name, value in text.items() if name != "architectures"}
-    return fields_to_copy(wrapper) | {
-        "architectures": [f"{architecture}ForConditionalGeneration"],
-        "model_type": kind.removesuffix("_text"),
-        "text_config": text,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "dtype": dtype,
-    }
+    tokens = {name: text[name] for name in ("bos_token_id", "eos_token_id") if name in wrapper}
+    return (
+        fields_to_copy(wrapper)
+        | tokens
+        | {
+            "architectures": [f"{architecture}ForConditionalGeneration"],
+            "model_type": kind.removesuffix("_text"),
+            "text_config": text,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "dtype": dtype,
+        }
+    )
 
 
 def _check_model(config: ModelConfig) -> None:
