@@ -20,8 +20,13 @@ from qwen3next_jax.interop.hf_config import open_checkpoint, read_hf_config
 from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 from qwen3next_jax.interop.writing import Tensor
 
-# Files that describe how images are prepared for the vision tower.
-_IMAGE_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+# Files that describe how images are prepared for the vision tower. save_pretrained of transformers
+# 5 writes processor_config.json; released models have the other two.
+_IMAGE_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 class ExportSource(NamedTuple):

@@ -600,6 +600,14 @@ def test_an_export_without_vision_keeps_its_config(tmp_path, capsys):
     assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_an_export_with_vision_prepares_images(name, tmp_path):
+    source = shutil.copytree(WRAPPER, tmp_path / "source")
+    (source / name).write_text('{"size": 5}')
+    save_hf(load_hf(source), tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == '{"size": 5}'
+
+
 def test_a_wrapper_has_the_end_token_of_its_text():
     source = json.loads((WRAPPER / "config.json").read_text()) | {"eos_token_id": 5}
     config = dataclasses.replace(read_hf_config(WRAPPER), eos_token_id=7)
