@@ -144,8 +144,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
         are truncated, damaged, pickled or changed while they were read. The message is one line
         that names the file and says what was expected.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
+    _check_dtype(dtype)
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     declarations = parameter_declarations(config)
@@ -164,6 +163,12 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
     # From this directory, `save_hf` copies the vision tower and fields of JSON files.
     model.hf_source = str(to_path(path).absolute())
     return model
+
+
+def _check_dtype(dtype: str) -> None:
+    """Raises UserError unless `dtype` is one that `load_hf` and `save_hf` accept."""
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
 
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
@@ -382,10 +387,12 @@ def save_hf(
         `source`, a note says so.
 
     Raises:
-      UserError: `out_dir` exists and is not empty, the disk has too little space, or the model has
-        no Hugging Face form.
+      UserError: `out_dir` exists and is not empty, the disk has too little space, `dtype` has
+        another value, or the model has no Hugging Face form.
     """
     config, params = model.config, nnx.state(model, nnx.Param)
+    if dtype is not None:
+        _check_dtype(dtype)
     check_hf_form(config)
     if source is None and to_path(getattr(model, "hf_source", "") or os.devnull).is_dir():
         source = model.hf_source

@@ -980,6 +980,11 @@ def test_a_quantised_wrapper_is_refused_without_a_note(checkpoint, capsys):
     assert "note" not in capsys.readouterr().err
 
 
+def test_an_export_in_float16_is_refused(tmp_path):
+    with refused("dtype = 'float16'"):
+        save_hf(new_model(), tmp_path / "out", dtype="float16")
+
+
 def test_a_flipped_bit_is_found_in_an_export(tmp_path):
     save_hf(new_model(), tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
