@@ -632,6 +632,14 @@ def test_the_text_model_of_a_wrapper_is_exported(text_model, tmp_path):
     assert all(np.array_equal(exported[name], expected[name]) for name in expected)
 
 
+def test_a_text_model_may_have_the_names_of_its_wrapper(tmp_path):
+    """transformers writes them, if it has loaded the text model from a wrapper."""
+    folder = shutil.copytree(references.checkpoint("qwen3_5_tiny"), tmp_path / "text")
+    expected = bits(load_hf(folder))
+    _rename(folder, "model.", "model.language_model.")
+    assert bits(load_hf(folder)) == expected
+
+
 def test_a_missing_origin_is_named(text_model, tmp_path):
     with refused("gone", "--source=DIR", "--form"):
         config_for_export(text_model.config, None, tmp_path / "gone")

@@ -352,7 +352,8 @@ WRAPPER: Form = dataclasses.replace(
     name="qwen4_exp",
     model_types={"qwen4_exp": _TEXT},
     write_config_fields=_write_wrapper_fields,
-    trunk_prefix="model.language_model.",
+    trunk_prefix=qwen3_5.WRAPPER.trunk_prefix,
     text_config_group="text_config",
     read_text_fields=qwen3_5.text_fields_in_wrapper,
+    tensor_name_in_entries=qwen3_5.WRAPPER.tensor_name_in_entries,
 )
