@@ -107,10 +107,15 @@ def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
     digest = found.frozen_manifest_digest
     modules = save_adapter(config, found.adapters, out, str(base or ""), digest)
     described = base or "an export of the model with which the run began"
+    # The two classes of transformers name the layers of the text model differently.
+    loader = "AutoModelForCausalLM"
+    if config.hf_form == "qwen3_5":
+        loader = f"AutoModelForImageTextToText (for {loader}: --form=qwen3_5_text)"
     print(
         f"{_out.value}: adapters of {modules} modules after step {found.step}"
         f"{_exported_parameters_note(workdir, ema)}; load them with "
-        f"PeftModel.from_pretrained(base, {_out.value!r}), where base is {described}"
+        f"PeftModel.from_pretrained(base, {_out.value!r}), where base is {described}, loaded with "
+        f"{loader}"
     )
     return 0
 
