@@ -45,7 +45,7 @@ def main() -> int:
     process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
-    from qwen3next_jax.interop.source import config_for_export
+    from qwen3next_jax.interop.source import config_for_export, with_end_token
     from qwen3next_jax.trained.load import distributed_command, load_model
 
     if _adapter.value:
@@ -56,10 +56,8 @@ def main() -> int:
             model, tokenizer, step, _, identity = load_model(
                 workdir, loading.step, loading.mesh, loading.dtype, ema=loading.ema
             )
-        # A run ends documents with the end token of its tokenizer, whatever id the configuration
-        # has.
         if step is not None:
-            model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
+            model.config = with_end_token(model.config, tokenizer.eos_id)
         model.config = config_for_export(model.config, _form.value, source, form)
         which = "the model" if step is None else f"the model after step {step}"
         which += "" if step is None else _exported_parameters_note(workdir, loading.ema)
@@ -109,10 +107,15 @@ def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
     digest = found.frozen_manifest_digest
     modules = save_adapter(config, found.adapters, out, str(base or ""), digest)
     described = base or "an export of the model with which the run began"
+    # The two classes of transformers name the layers of the text model differently.
+    loader = "AutoModelForCausalLM"
+    if config.hf_form == "qwen3_5":
+        loader = f"AutoModelForImageTextToText (for {loader}: --form=qwen3_5_text)"
     print(
         f"{_out.value}: adapters of {modules} modules after step {found.step}"
         f"{_exported_parameters_note(workdir, ema)}; load them with "
-        f"PeftModel.from_pretrained(base, {_out.value!r}), where base is {described}"
+        f"PeftModel.from_pretrained(base, {_out.value!r}), where base is {described}, loaded with "
+        f"{loader}"
     )
     return 0
 

@@ -16,7 +16,6 @@ constant learning rate approximates the result of decaying the learning rate fro
 checkpoint to the last (WSM, 2507.17634; docs/adapting.md).
 """
 
-import dataclasses
 import shlex
 
 from absl import flags
@@ -84,7 +83,7 @@ def _export_merged_model(sources, weights, mesh, out) -> None:
     from flax import nnx
 
     from qwen3next_jax.interop.huggingface import save_hf
-    from qwen3next_jax.interop.source import config_for_export
+    from qwen3next_jax.interop.source import config_for_export, with_end_token
     from qwen3next_jax.trained import merging
     from qwen3next_jax.trained.load import tokenizer_of_run
     from qwen3next_jax.training.state import abstract_model
@@ -96,7 +95,7 @@ def _export_merged_model(sources, weights, mesh, out) -> None:
     state = merging.read_merged_state(sources, weights, mesh, whole=False)
     graphdef, _ = abstract_model(last.config.model)
     model = nnx.merge(graphdef, state["params"])
-    model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
+    model.config = with_end_token(model.config, tokenizer.eos_id)
     model.config = config_for_export(model.config, None, directory, base.form if base else "")
     has_source = directory is not None and directory.is_dir()
     save_hf(

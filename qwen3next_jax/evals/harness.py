@@ -88,7 +88,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **kwargs
     ) -> list[tuple[float, bool]]:
-        """Computes the log-probabilities of continuations.
+        """Computes the log-probabilities of continuations. If a context has no tokens, such as a
+        text of spaces (which the harness moves to the continuation), the prefix token stands for
+        it.
 
         Args:
           requests: a tuple (text, context token ids, continuation token ids) for each request.
@@ -101,7 +103,7 @@ class HarnessModel(TemplateLM):
           UserError: a continuation is longer than `max_length`.
         """
         rows = [
-            (context + continuation)[-(self.max_length + 1) :]
+            ((context or [self.prefix_token_id]) + continuation)[-(self.max_length + 1) :]
             for _, context, continuation in requests
         ]
         counts = [len(continuation) for _, _, continuation in requests]

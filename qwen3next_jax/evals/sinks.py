@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -49,16 +50,27 @@ class AttentionSinks(Evaluation):
 
 def make_layer_stats_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
-) -> Callable[..., tuple[dict[str, jax.Array], ...]]:
-    """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → a tuple with one dict
-    of statistics per layer. The dict of the multi-token prediction module, if there is one, is
-    last.
+) -> Callable[..., tuple[tuple[dict[str, jax.Array], ...], dict[str, jax.Array]]]:
+    """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → (diagnostics,
+    counts).
+
+    diagnostics has one dict of statistics per layer, which are means over the batch; the dict of
+    the multi-token prediction module, if there is one, is last. counts["tokens"] is the number of
+    tokens of the batch, counts["later_tokens"] the number of those that are not the first of their
+    document.
     """
 
     def step(params, tokens_BT, segment_ids_BT):
         model = nnx.merge(graphdef, params)
         options = ForwardOptions(collect_stats=True)
-        return model.features(tokens_BT, segment_ids_BT, mesh=mesh, options=options).diagnostics
+        features = model.features(tokens_BT, segment_ids_BT, mesh=mesh, options=options)
+        is_token_BT = segment_ids_BT > 0
+        same_document_BT = segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
+        counts = {
+            "tokens": jnp.sum(is_token_BT),
+            "later_tokens": jnp.sum(is_token_BT[:, 1:] & same_document_BT),
+        }
+        return features.diagnostics, counts
 
     return jax.jit(step, out_shardings=replicated_sharding(mesh))
 
@@ -66,7 +78,8 @@ def make_layer_stats_step(
 def measure_sinks(
     step: Callable, params: dict, batches: Iterable[dict[str, np.ndarray]], layers: int
 ) -> dict[str, float]:
-    """Runs `step` over the batches and summarises the statistics of the first `layers` layers.
+    """Runs `step` over the batches and summarises the statistics of the first `layers` layers. Each
+    token counts equally; the last batch may have fewer than the others.
 
     Returns:
       first_token_share: the attention probability on the first token of the document, averaged
@@ -81,15 +94,20 @@ def measure_sinks(
     measured: list[Any] = [
         jax.device_get(step(params, batch["tokens"], batch["segment_ids"])) for batch in batches
     ]
-    diagnostics_of_layers = zip(*(batch[:layers] for batch in measured), strict=True)
+    diagnostics_of_layers = zip(*(found[:layers] for found, _ in measured), strict=True)
+    tokens, later_tokens = (
+        [max(int(counts[name]), 1) for _, counts in measured] for name in ("tokens", "later_tokens")
+    )
     shares: dict[int, np.ndarray] = {}  # layer → [heads]
     largest, ratios = {}, []
     for i, diagnostics in enumerate(diagnostics_of_layers):
         largest[i] = max(float(batch["activation_max"]) for batch in diagnostics)
-        median = float(np.mean([batch["activation_median"] for batch in diagnostics]))
+        medians = [batch["activation_median"] for batch in diagnostics]
+        median = float(np.average(medians, weights=tokens))
         ratios.append(largest[i] / max(median, 1e-12))
         if "first_token_share" in diagnostics[0]:
-            shares[i] = np.mean([batch["first_token_share"] for batch in diagnostics], axis=0)
+            of_batches = [batch["first_token_share"] for batch in diagnostics]
+            shares[i] = np.average(of_batches, axis=0, weights=later_tokens)
     values = {}
     if shares:
         share_of_heads = np.stack(list(shares.values()))

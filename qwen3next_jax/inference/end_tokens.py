@@ -25,7 +25,7 @@ def read_end_token_ids(folder: epath.PathLike, vocab_size: int) -> set[int]:
         with as_user_error(f"{file}: cannot be read", OSError, ValueError):
             fields = json_files.read(file)
         inner = fields.get("text_config")
-        if "eos_token_id" not in fields and isinstance(inner, dict):
+        if fields.get("eos_token_id") is None and isinstance(inner, dict):
             fields = inner
         ids = fields.get("eos_token_id")
         if ids is None:

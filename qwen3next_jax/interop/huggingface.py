@@ -26,6 +26,7 @@ from qwen3next_jax.interop import shard_slices, tensor_rows
 from qwen3next_jax.interop.arrays import TensorReader, make_array
 from qwen3next_jax.interop.bucket_export import BucketExport
 from qwen3next_jax.interop.checksums import require_undamaged
+from qwen3next_jax.interop.families.form import Fields
 from qwen3next_jax.interop.hf_config import (
     Checkpoint,
     hf_config_fields,
@@ -143,8 +144,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
         are truncated, damaged, pickled or changed while they were read. The message is one line
         that names the file and says what was expected.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
+    _check_dtype(dtype)
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     declarations = parameter_declarations(config)
@@ -163,6 +163,12 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
     # From this directory, `save_hf` copies the vision tower and fields of JSON files.
     model.hf_source = str(to_path(path).absolute())
     return model
+
+
+def _check_dtype(dtype: str) -> None:
+    """Raises UserError unless `dtype` is one that `load_hf` and `save_hf` accept."""
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
 
 
 def stored_dtype(declared: ParameterDeclaration, dtype: str) -> np.dtype:
@@ -366,8 +372,8 @@ def save_hf(
     Args:
       model: the model to write.
       out_dir: the path of the directory to write, which must be missing or empty.
-      tokenizer: an object whose method `save(directory)` writes a tokenizer; None: no tokenizer is
-        written.
+      tokenizer: an object whose method `save(directory)` writes a tokenizer, and whose attribute
+        `eos_id`, if it has one, is the end token; None: no tokenizer is written.
       dtype: the dtype of the stored weights, "float32" or "bfloat16", with the exceptions of
         `load_hf`. None: the dtypes of the model, so that `load_hf` returns the same bits.
       identity: a text that identifies the weights, such as a digest of the run's checkpoint that
@@ -381,10 +387,12 @@ def save_hf(
         `source`, a note says so.
 
     Raises:
-      UserError: `out_dir` exists and is not empty, the disk has too little space, or the model has
-        no Hugging Face form.
+      UserError: `out_dir` exists and is not empty, the disk has too little space, `dtype` has
+        another value, or the model has no Hugging Face form.
     """
     config, params = model.config, nnx.state(model, nnx.Param)
+    if dtype is not None:
+        _check_dtype(dtype)
     check_hf_form(config)
     if source is None and to_path(getattr(model, "hf_source", "") or os.devnull).is_dir():
         source = model.hf_source
@@ -410,10 +418,8 @@ def save_hf(
         return broadcast_from_process_0(work) if spans_processes else work()
 
     def write_other_files(directory: pathlib.Path) -> None:
-        tokens = {
-            name: text_fields_as_written(fields)[name] for name in ("bos_token_id", "eos_token_id")
-        }
-        generation = {"_from_model_config": True} | from_source.generation_fields | tokens
+        generation = {"_from_model_config": True} | from_source.generation_fields
+        generation |= _tokens_of_generation(text_fields_as_written(fields), tokenizer)
         write_json(directory / "config.json", fields)
         write_json(directory / "generation_config.json", generation)
         from_source.copy_image_files(directory)
@@ -428,6 +434,23 @@ def save_hf(
             if name not in complete:
                 _write_weight_file(export, name, files[name], spans_processes)
         on_first_process(lambda: export.finish(write_other_files))
+
+
+def _tokens_of_generation(fields: Fields, tokenizer: Any) -> Fields:
+    """Returns the fields `bos_token_id` and `eos_token_id` of generation_config.json: those of
+    config.json, with the end token of the tokenizer among the end tokens. The tokenizer may have
+    another end token than a model with n-gram embeddings (`source.with_end_token`).
+
+    Args:
+      fields: the fields of the text model in config.json.
+      tokenizer: see `save_hf`.
+    """
+    tokens = {name: fields[name] for name in ("bos_token_id", "eos_token_id")}
+    end, own = tokens["eos_token_id"], getattr(tokenizer, "eos_id", -1)
+    ends = end if isinstance(end, list) else [end]
+    if own < 0 or own in ends:
+        return tokens
+    return tokens | {"eos_token_id": own if end is None else [*ends, own]}
 
 
 def _write_weight_file(

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.errors import as_user_error, require
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.common.trees import leaves_by_path
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.entries import TensorSlice
@@ -39,7 +40,11 @@ LoraPair = tuple[np.ndarray, np.ndarray]
 
 
 def save_adapter(
-    config: ModelConfig, adapters: Mapping[str, Any], out: pathlib.Path, base: str, digest: str
+    config: ModelConfig,
+    adapters: Mapping[str, Any],
+    out: pathlib.Path | BucketPath,
+    base: str,
+    digest: str,
 ) -> int:
     """Writes the adapters of a model to the folder `out`, which must be new or empty.
 
@@ -56,10 +61,14 @@ def save_adapter(
 
     Raises:
       UserError: transformers has no modules for some of the adapters, or `out` is a folder that is
-        not empty.
+        not empty or cannot be written.
     """
     require_peft_modules(config)
     require_empty_folder(out)
+    require(
+        not (isinstance(out, BucketPath) and out.file_infos()),
+        f"{out}: already there: expected a new or empty folder; choose another, or remove it first",
+    )
     scale = config.lora.alpha / config.lora.rank
     tensors, ranks = {}, {}
     for module, (a, b) in _lora_pairs(config, leaves_by_path(adapters)).items():
@@ -79,15 +88,27 @@ def save_adapter(
         "rank_pattern": ranks,
         "alpha_pattern": {module: scale * rank for module, rank in ranks.items()},
     }
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     # Not `save_file`, which makes a file that only its owner can read.
-    file = safetensors.numpy.save(tensors, {"format": "pt", "base_digest": digest})
-    (partial / "adapter_model.safetensors").write_bytes(file)
-    (partial / "adapter_config.json").write_text(json.dumps(fields, indent=1))
-    os.replace(partial, out)
+    weights = safetensors.numpy.save(tensors, {"format": "pt", "base_digest": digest})
+    with as_user_error(f"{out}: cannot be written: make room, or give another folder", OSError):
+        _write_folder(out, weights, json.dumps(fields, indent=1))
     return len(ranks)
+
+
+def _write_folder(out: pathlib.Path | BucketPath, weights: bytes, config: str) -> None:
+    """Writes adapter_model.safetensors and adapter_config.json. A folder on a disk appears with
+    both files or not at all; in a bucket, adapter_config.json appears last.
+    """
+    partial = out
+    if not isinstance(out, BucketPath):
+        out = out.resolve()  # a directory cannot replace a link
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    (partial / "adapter_model.safetensors").write_bytes(weights)
+    (partial / "adapter_config.json").write_text(config)
+    if not isinstance(out, BucketPath):
+        os.replace(partial, out)
 
 
 def require_peft_modules(config: ModelConfig) -> None:

@@ -20,8 +20,13 @@ from qwen3next_jax.interop.hf_config import open_checkpoint, read_hf_config
 from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 from qwen3next_jax.interop.writing import Tensor
 
-# Files that describe how images are prepared for the vision tower.
-_IMAGE_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+# Files that describe how images are prepared for the vision tower. save_pretrained of transformers
+# 5 writes processor_config.json; released models have the other two.
+_IMAGE_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 class ExportSource(NamedTuple):
@@ -112,6 +117,22 @@ def _unchanged_tensor(weights: Weights, name: str) -> Tensor:
 
 def _whole_tensor_block(weights: Weights, name: str) -> Iterator[np.ndarray]:
     yield weights.read(name)
+
+
+def with_end_token(config: ModelConfig, eos_id: int) -> ModelConfig:
+    """Returns the settings of a trained model with the end token of its tokenizer: a run ends
+    documents with this token, whatever `eos_token_id` its configuration has.
+
+    The result is `config` itself if the tokenizer has no end token, as in a synthetic task, or if
+    the model has n-gram embeddings, because `eos_token_id` determines the rows of n-grams.
+
+    Args:
+      config: the model's settings.
+      eos_id: the tokenizer's end token; -1: none.
+    """
+    if eos_id < 0 or config.ple.layer_ids:
+        return config
+    return dataclasses.replace(config, eos_token_id=eos_id)
 
 
 def config_for_export(

@@ -168,11 +168,13 @@ def check_same_structure(model: ModelConfig, initial_model: ModelConfig, init_fr
       UserError: the parameters of `initial_model` have other shapes or another meaning than those
         of `model`.
     """
+    # The end token decides which rows of its table an n-gram has.
+    structural = {"eos_token_id"} if model.ple.layer_ids else set()
     for name in settings_incompatible_with_weights(model, initial_model):
         # The vocabulary may grow (training/vocabulary.py), but the hashes of n-grams depend on it.
         grows = name == "vocab_size" and model.vocab_size > initial_model.vocab_size
         if (
-            name not in NON_STRUCTURAL_SETTINGS
+            name not in NON_STRUCTURAL_SETTINGS - structural
             and (not grows or model.ple.layer_ids)
             and (name != "intermediate_size" or model.has_dense_mlps)
             and (name not in EXPERT_SETTINGS or model.has_experts)

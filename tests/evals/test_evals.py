@@ -229,10 +229,32 @@ def test_loss_by_position_counts_a_task_s_targets_alone():
     assert values["targets"] == 1
 
 
+def counts_of_batch(segment_ids):
+    """The second result of the step of the evaluation "sinks", for rows of one document."""
+    tokens, rows = (segment_ids > 0).sum(), (segment_ids[:, 0] > 0).sum()
+    return {"tokens": tokens, "later_tokens": tokens - rows}
+
+
+def test_sinks_weigh_tokens_not_batches():
+    """The second batch has a quarter of the tokens of the first."""
+
+    def step(params, tokens, segment_ids):
+        share = np.array([tokens[0, 0] / 10])
+        layer = {"activation_max": 4.0, "activation_median": share[0], "first_token_share": share}
+        return (layer,), counts_of_batch(segment_ids)
+
+    batches = [
+        {"tokens": np.full((4, 3), n), "segment_ids": (np.arange(4) < rows)[:, None] * np.ones(3)}
+        for n, rows in ((2, 4), (7, 1))
+    ]
+    found = measure_sinks(step, None, batches, 1)
+    assert (found["first_token_share"], found["activation_ratio"]) == pytest.approx((0.3, 4 / 0.3))
+
+
 def test_sinks_are_means_over_heads_and_layers():
     # Layer 0 is recurrent; layer 1 is attention with two heads, one of them a sink.
     def step(params, tokens, segment_ids):
-        return (
+        layers = (
             {"activation_max": tokens.max(), "activation_median": 2.0},
             {
                 "activation_max": 5.0,
@@ -246,6 +268,7 @@ def test_sinks_are_means_over_heads_and_layers():
                 "first_token_share": np.array([1.0, 1.0]),
             },
         )
+        return layers, counts_of_batch(segment_ids)
 
     batches = [{"tokens": np.full((1, 2), n), "segment_ids": np.ones((1, 2))} for n in (4, 8)]
     assert measure_sinks(step, None, batches, 2) == pytest.approx(

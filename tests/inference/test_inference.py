@@ -595,6 +595,10 @@ def test_all_end_tokens_count(tmp_path):
     assert read_end_token_ids(tmp_path, 8) == {3, 5, 7}
     (tmp_path / "config.json").write_text('{"text_config": [1]}')
     assert read_end_token_ids(tmp_path, 8) == {3, 5}
+    (tmp_path / "config.json").write_text(
+        '{"eos_token_id": null, "text_config": {"eos_token_id": 6}}'
+    )
+    assert read_end_token_ids(tmp_path, 8) == {3, 5, 6}
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     with refused("config.json", "eos_token_id = [7]"):
         read_end_token_ids(tmp_path, 7)

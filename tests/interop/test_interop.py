@@ -32,12 +32,13 @@ from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict, 
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
+from qwen3next_jax.data.synthetic import TaskTokenizer
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.families import FORMS, qwen3_next
 from qwen3next_jax.interop.families.form import NOT_IN_FILES
-from qwen3next_jax.interop.hf_config import read_hf_config
+from qwen3next_jax.interop.hf_config import hf_config_fields, read_hf_config
 from qwen3next_jax.interop.layout import stored_parameters
-from qwen3next_jax.interop.source import config_for_export
+from qwen3next_jax.interop.source import config_for_export, with_end_token
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import LocalExport
 from qwen3next_jax.model.layer_properties import mixer_class
@@ -555,6 +556,29 @@ def test_both_forms_of_config_json_read_alike(checkpoint):
     assert read_hf_config(checkpoint) == expected
 
 
+def test_yarn_s_trained_context_may_stand_at_the_top(checkpoint):
+    edit_config(
+        checkpoint,
+        max_position_embeddings=2048,
+        original_max_position_embeddings=512,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0},
+    )
+    config = read_hf_config(checkpoint)
+    assert (config.max_position_embeddings, config.yarn_factor) == (512, 4.0)
+
+
+def test_the_model_s_end_token_leads_a_list(checkpoint):
+    edit_config(checkpoint, eos_token_id=[5, 7])
+    source = json.loads((checkpoint / "config.json").read_text())
+    config = dataclasses.replace(read_hf_config(checkpoint), eos_token_id=7)
+    assert hf_config_fields(config, "float32", source)["eos_token_id"] == [7, 5]
+
+
+def test_a_task_without_end_token_keeps_the_model_s():
+    config = ModelConfig(eos_token_id=7)
+    assert with_end_token(config, TaskTokenizer(64).eos_id).eos_token_id == 7
+
+
 def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     edit_tensors(checkpoint, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")])
     model = load_hf(checkpoint)
@@ -576,6 +600,21 @@ def test_an_export_without_vision_keeps_its_config(tmp_path, capsys):
     assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_an_export_with_vision_prepares_images(name, tmp_path):
+    source = shutil.copytree(WRAPPER, tmp_path / "source")
+    (source / name).write_text('{"size": 5}')
+    save_hf(load_hf(source), tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == '{"size": 5}'
+
+
+def test_a_wrapper_has_the_end_token_of_its_text():
+    source = json.loads((WRAPPER / "config.json").read_text()) | {"eos_token_id": 5}
+    config = dataclasses.replace(read_hf_config(WRAPPER), eos_token_id=7)
+    written = hf_config_fields(config, "float32", source)
+    assert (written["eos_token_id"], written["text_config"]["eos_token_id"]) == (7, 7)
+
+
 @pytest.fixture
 def text_model():
     """The text model of a wrapper."""
@@ -591,6 +630,14 @@ def test_the_text_model_of_a_wrapper_is_exported(text_model, tmp_path):
     exported = load_file(tmp_path / "text" / "model.safetensors")
     assert exported.keys() == expected.keys()
     assert all(np.array_equal(exported[name], expected[name]) for name in expected)
+
+
+def test_a_text_model_may_have_the_names_of_its_wrapper(tmp_path):
+    """transformers writes them, if it has loaded the text model from a wrapper."""
+    folder = shutil.copytree(references.checkpoint("qwen3_5_tiny"), tmp_path / "text")
+    expected = bits(load_hf(folder))
+    _rename(folder, "model.", "model.language_model.")
+    assert bits(load_hf(folder)) == expected
 
 
 def test_a_missing_origin_is_named(text_model, tmp_path):
@@ -939,6 +986,11 @@ def test_a_quantised_wrapper_is_refused_without_a_note(checkpoint, capsys):
     with refused("quantization_config"):
         load_hf(checkpoint)
     assert "note" not in capsys.readouterr().err
+
+
+def test_an_export_in_float16_is_refused(tmp_path):
+    with refused("dtype = 'float16'"):
+        save_hf(new_model(), tmp_path / "out", dtype="float16")
 
 
 def test_a_flipped_bit_is_found_in_an_export(tmp_path):

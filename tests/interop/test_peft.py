@@ -87,6 +87,14 @@ def test_peft_adds_what_merging_adds(changes, tmp_path):
     assert mode & 0o777 == 0o666 & ~_umask()
 
 
+def test_a_link_to_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    save_adapter(MODEL, {}, tmp_path / "link", "base", "digest")
+    names = {"adapter_model.safetensors", "adapter_config.json"}
+    assert set(os.listdir(tmp_path / "disk")) == names
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -27,12 +27,14 @@ from qwen3next_jax.config import (
     Config,
     DataConfig,
     EvalConfig,
+    LoRAConfig,
     SyntheticConfig,
     TrainConfig,
 )
 from qwen3next_jax.data import remote_shard
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.interop.huggingface import load_hf, save_hf
+from qwen3next_jax.interop.peft import save_adapter
 from qwen3next_jax.processes import supervisor
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import load_trained
@@ -42,6 +44,8 @@ from qwen3next_jax.runs.store.bucket_events import BucketEvents
 from qwen3next_jax.runs.store.lease import Lease
 from tests.bucket import Bucket
 from tests.in_process import train
+from tests.models import HYBRID
+from tests.refusals import refused
 
 # The same program as there, so that one of the two test files finds it compiled.
 from tests.runs.test_adapting_runs import BASE
@@ -409,6 +413,17 @@ def test_a_hugging_face_directory_is_exported_into_a_bucket_and_read_there(bucke
     to_path("gs://bucket/out/model.safetensors").write_bytes(bytes(weights))
     with pytest.raises(UserError, match="SHA256SUMS"):
         load_hf("gs://bucket/out")
+
+
+def test_adapters_are_written_into_a_bucket(bucket):
+    targets = ("kind=matrix name!=*/expert_*",)
+    config = dataclasses.replace(HYBRID, lora=LoRAConfig(rank=2, targets=targets))
+    out = to_path("gs://bucket/adapter")
+    save_adapter(config, {}, out, "base", "digest")
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    assert bucket.names("adapter") == [f"adapter/{name}" for name in names]
+    with refused("gs://bucket/adapter"):
+        save_adapter(config, {}, out, "base", "digest")
 
 
 def test_orbax_has_no_s3_and_a_run_there_is_refused():

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +45,17 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.streams import StreamsConfig
 from qwen3next_jax.inference import generate_to_end
+from qwen3next_jax.inference.end_tokens import read_end_token_ids
 from qwen3next_jax.interop import arrays, huggingface
+from qwen3next_jax.interop.hf_config import parse_hf_config, read_hf_config
 from qwen3next_jax.interop.layout import check_hf_form
+from qwen3next_jax.interop.source import with_end_token
 from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mesh_requirements
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.init_from import check_same_structure
 from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
@@ -900,16 +905,40 @@ def test_a_damaged_checkpoint_is_one_line(exported, change, words, tmp_path):
         load_hf(folder)
 
 
-def test_attention_layers_have_two_names(exported, tmp_path):
-    folder = shutil.copytree(exported, tmp_path / "model")
-    fields = json.loads((folder / "config.json").read_text())
+@pytest.mark.parametrize(
+    "name", ["full_attention", "qwen_sparse_attention", "deepseek_sparse_attention"]
+)
+def test_attention_layers_have_other_names(name, exported):
+    fields = json.loads((exported / "config.json").read_text())
     assert fields["layer_types"][-1] == "indexed_attention"
-    fields["layer_types"][-1] = "full_attention"
-    (folder / "config.json").write_text(json.dumps(fields))
-    assert load_hf(folder).config == load_hf(exported).config
+    renamed = fields | {"layer_types": [*fields["layer_types"][:-1], name]}
+    assert parse_hf_config(renamed, (), "") == parse_hf_config(fields, (), "")
+
+
+def test_a_missing_rotary_factor_rotates_whole_heads(exported):
+    fields = json.loads((exported / "config.json").read_text())
+    del fields["rope_parameters"]["partial_rotary_factor"]
+    fields["indexer_head_dim"] = fields["head_dim"]  # the indexer's keys are rotated as far
+    assert parse_hf_config(fields, (), "").partial_rotary_factor == 1.0
+
+
+def test_n_grams_keep_their_end_token_in_an_export(tmp_path):
+    """A text ends at the tokenizer's end token, too, which is another one here."""
+    model = model_of(config_of())
+    tokenizer = types.SimpleNamespace(eos_id=5, save=lambda folder: None)
+    model = nnx.merge(*nnx.split(model))
+    model.config = with_end_token(model.config, tokenizer.eos_id)
+    save_hf(model, tmp_path / "model", tokenizer)
+    assert read_hf_config(tmp_path / "model").eos_token_id == EOS
+    assert read_end_token_ids(tmp_path / "model", 64) == {EOS, 5}
 
 
 # ---- bad input
+
+
+def test_a_run_keeps_the_end_token_of_its_n_grams():
+    with refused("its eos_token_id is 3", "model.eos_token_id = 5"):
+        check_same_structure(config_of(eos_token_id=5), config_of(), "model")
 
 
 @pytest.mark.parametrize(

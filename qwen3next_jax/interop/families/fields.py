@@ -38,6 +38,7 @@ _NOT_COPIED = frozenset(
         "architectures",
         "dtype",
         "full_attention_interval",
+        "original_max_position_embeddings",
         "rope_theta",
         "rope_parameters",
         "rope_scaling",
@@ -105,7 +106,9 @@ def fields_to_copy(source: Fields) -> Fields:
 
 def token_id_fields(config: ModelConfig, source: Fields) -> Fields:
     """Returns the fields `bos_token_id` and `eos_token_id` of an exported config.json. If one of
-    the two fields of the source is a list that contains the model's token, the list is copied.
+    the two fields of the source is a list that contains the model's token, the list is copied, with
+    the model's token first: an import takes the first token of a list, and so do the hashes of
+    n-grams in transformers' Qwen4Exp.
     """
     tokens = {}
     for name in ("bos_token_id", "eos_token_id"):
@@ -114,7 +117,7 @@ def token_id_fields(config: ModelConfig, source: Fields) -> Fields:
         if token < 0:
             tokens[name] = None
         elif isinstance(in_source, list) and token in in_source:
-            tokens[name] = in_source
+            tokens[name] = [token, *(other for other in in_source if other != token)]
         else:
             tokens[name] = token
     return tokens

@@ -5,6 +5,11 @@ A directory holds either the text model alone (`qwen3_5_text`), or a wrapper aro
 a vision tower (`qwen3_5`). The config.json of a wrapper has the fields of its text model in the
 group `text_config`. A recurrent layer has four tensors for its input projections: one for q of all
 heads, k of all heads and v of all heads, in this order, and one each for z, b and a.
+
+The tensors of a text model begin with `model.language_model.` in a wrapper, and with `model.`
+without one. If transformers loads the text model of a wrapper and saves it, the result has
+the config.json of a text model and the tensor names of a wrapper. An import of a text model reads
+both names; an export writes `model.`.
 """
 
 import dataclasses
@@ -166,13 +171,18 @@ def wrapper_fields(
     """
     kind = text["model_type"]
     text = {name: value for name, value in text.items() if name != "architectures"}
-    return fields_to_copy(wrapper) | {
-        "architectures": [f"{architecture}ForConditionalGeneration"],
-        "model_type": kind.removesuffix("_text"),
-        "text_config": text,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "dtype": dtype,
-    }
+    tokens = {name: text[name] for name in ("bos_token_id", "eos_token_id") if name in wrapper}
+    return (
+        fields_to_copy(wrapper)
+        | tokens
+        | {
+            "architectures": [f"{architecture}ForConditionalGeneration"],
+            "model_type": kind.removesuffix("_text"),
+            "text_config": text,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "dtype": dtype,
+        }
+    )
 
 
 def _check_model(config: ModelConfig) -> None:
@@ -226,6 +236,16 @@ def gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     yield from qwen3_next.deltanet_entries_after_in_proj(config)
 
 
+_PREFIX_IN_WRAPPER = "model.language_model."
+
+
+def _tensor_name_in_entries(name: str) -> str:
+    """Returns the name that a tensor has in a text model alone."""
+    if name.startswith(_PREFIX_IN_WRAPPER):
+        return f"model.{name.removeprefix(_PREFIX_IN_WRAPPER)}"
+    return name
+
+
 TEXT = Form(
     name="qwen3_5_text",
     display_name="Qwen3.5",
@@ -239,13 +259,15 @@ TEXT = Form(
     mtp_entries=qwen3_next.mtp_entries,
     width_field_groups=qwen3_next.WIDTH_FIELDS,
     vision_prefix="model.visual.",
+    tensor_name_in_entries=_tensor_name_in_entries,
 )
 WRAPPER = dataclasses.replace(
     TEXT,
     name="qwen3_5",
     model_types={"qwen3_5": _DENSE, "qwen3_5_moe": _MIXTURE},
     write_config_fields=_write_wrapper_fields,
-    trunk_prefix="model.language_model.",
+    trunk_prefix=_PREFIX_IN_WRAPPER,
     text_config_group="text_config",
     read_text_fields=text_fields_in_wrapper,
+    tensor_name_in_entries=lambda name: name,
 )

@@ -33,7 +33,10 @@ from qwen3next_jax.interop.families.form import Fields, Form
 
 _TEXT = "qwen4_exp_text"
 _INDEXED = "indexed_attention"
-_LAYER_TYPES = {LINEAR: LINEAR, FULL: FULL, _INDEXED: FULL}
+# The last two are names of earlier versions of transformers.
+_LAYER_TYPES = {LINEAR: LINEAR} | dict.fromkeys(
+    (FULL, _INDEXED, "qwen_sparse_attention", "deepseek_sparse_attention"), FULL
+)
 _GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 # Fields that have the same name and meaning as a setting of ModelConfig.
 _SAME = tuple(
@@ -109,7 +112,11 @@ def _read_settings(fields: Fields, where: str) -> Fields:
     if fields.get("layer_types") is not None:
         settings["layer_types"] = _read_layer_types(fields["layer_types"], where)
     settings |= rope.read_rope_settings(
-        fields, settings["max_position_embeddings"], where, ignored=rope.IMAGE_POSITIONS
+        fields,
+        settings["max_position_embeddings"],
+        where,
+        ignored=rope.IMAGE_POSITIONS,
+        default_rotary_factor=1.0,
     )
     ple = {_PLE[name]: value for name, value in present_fields(fields, tuple(_PLE)).items()}
     ple.setdefault("embed_dim", settings["hidden_size"])
@@ -345,7 +352,8 @@ WRAPPER: Form = dataclasses.replace(
     name="qwen4_exp",
     model_types={"qwen4_exp": _TEXT},
     write_config_fields=_write_wrapper_fields,
-    trunk_prefix="model.language_model.",
+    trunk_prefix=qwen3_5.WRAPPER.trunk_prefix,
     text_config_group="text_config",
     read_text_fields=qwen3_5.text_fields_in_wrapper,
+    tensor_name_in_entries=qwen3_5.WRAPPER.tensor_name_in_entries,
 )

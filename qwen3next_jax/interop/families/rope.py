@@ -17,13 +17,16 @@ from qwen3next_jax.interop.families.fields import (
 )
 from qwen3next_jax.interop.families.form import Fields
 
-FIELDS = frozenset(("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"))
+_TRAINED_CONTEXT = "original_max_position_embeddings"
+FIELDS = frozenset(
+    ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", _TRAINED_CONTEXT)
+)
 # Fields about the positions of image tokens. They have no effect here, because this project
 # computes the text model only.
 IMAGE_POSITIONS = frozenset(("mrope_section", "mrope_interleaved"))
 
 # The values that transformers gives to missing fields.
-_DEFAULTS = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+_DEFAULTS = {"rope_type": "default", "rope_theta": 10_000.0}
 _KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 _YARN_SUPPORTED = {
     "beta_fast": (32,),
@@ -32,13 +35,15 @@ _YARN_SUPPORTED = {
     "mscale": (None,),
     "mscale_all_dim": (None,),
 }
-_YARN_KNOWN = frozenset(
-    ("factor", "original_max_position_embeddings", "attention_factor", *_YARN_SUPPORTED)
-)
+_YARN_KNOWN = frozenset(("factor", _TRAINED_CONTEXT, "attention_factor", *_YARN_SUPPORTED))
 
 
 def read_rope_settings(
-    fields: Fields, context: Any, where: str, ignored: frozenset[str] = frozenset()
+    fields: Fields,
+    context: Any,
+    where: str,
+    ignored: frozenset[str] = frozenset(),
+    default_rotary_factor: float = 0.25,
 ) -> Fields:
     """Reads the settings of `ModelConfig` about rotary positions.
 
@@ -47,11 +52,17 @@ def read_rope_settings(
       context: the text model's `max_position_embeddings`.
       where: the name of the file, for messages.
       ignored: names of rotary fields that have no effect, for which no note is printed.
+      default_rotary_factor: the value that transformers gives to `partial_rotary_factor` if the
+        file lacks it.
 
     Raises:
       UserError: the file asks for a scaling of positions that this project does not compute.
     """
-    top_level = _DEFAULTS | present_fields(fields, ("rope_theta", "partial_rotary_factor"))
+    top_level = (
+        _DEFAULTS
+        | {"partial_rotary_factor": default_rotary_factor}
+        | present_fields(fields, ("rope_theta", "partial_rotary_factor"))
+    )
     parameters = _rotary_group(fields, "rope_parameters", where)
     scaling = _rotary_group(fields, "rope_scaling", where)
     rope = top_level | parameters | scaling
@@ -64,6 +75,8 @@ def read_rope_settings(
     settings = present_fields(rope, ("rope_theta", "partial_rotary_factor"))
     if rope["rope_type"] == "yarn":
         known |= _YARN_KNOWN
+        # As in transformers, this field at the top level counts before the same field of a group.
+        rope |= present_fields(fields, (_TRAINED_CONTEXT,))
         settings |= _read_yarn(rope, context, where)
     elif rope["rope_type"] != "default":
         raise UserError(
@@ -94,8 +107,8 @@ def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
     """Returns the settings of `ModelConfig` for YaRN: yarn_factor and max_position_embeddings."""
     refuse_other_values(rope, _YARN_SUPPORTED, where)
     factor = rope.get("factor")
-    trained = rope.get("original_max_position_embeddings", context)
-    for name, value in (("factor", factor), ("original_max_position_embeddings", trained)):
+    trained = rope.get(_TRAINED_CONTEXT, context)
+    for name, value in (("factor", factor), (_TRAINED_CONTEXT, trained)):
         require(
             type(value) in (int, float) and 1 <= value < 2**40,
             f"{where}: rope_type = 'yarn' with {name} = {short_repr(value)}: expected a "
