@@ -74,10 +74,10 @@ def cosine_and_sine_by_lane(cos, sin):
     partner is the other channel of the rotated pair. So the array of sines has −sin(angle) for the
     first half of the channels that rotate, and sin(angle) for the second half.
     """
-    rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
+    rest = (0, 0), (0, 0), (0, LANES - 2 * cos.shape[2])
     return (
-        jnp.concatenate((cos, cos, jnp.ones(rest)), axis=-1),
-        jnp.concatenate((-sin, sin, jnp.zeros(rest)), axis=-1),
+        jnp.pad(jnp.concatenate((cos, cos), axis=-1), rest, constant_values=1),
+        jnp.pad(jnp.concatenate((-sin, sin), axis=-1), rest),
     )
 
 

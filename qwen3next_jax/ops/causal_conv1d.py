@@ -38,7 +38,8 @@ def causal_conv1d(
         means zeros. With `segment_ids`, `initial_state` belongs to the first segment.
       segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing
         along T; 0 marks padding at the end. A token reads no input of another document. The outputs
-        of padding are zeros.
+        of padding are zeros. A NaN or an infinity in the last W - 1 tokens of a document may reach
+        the next documents, because inputs of other documents are multiplied by zero.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. With `axis_name`, x and `segment_ids` are this shard's parts, and a document
         has the same id on every shard. Only the first shard reads `initial_state`; on all other
@@ -126,6 +127,7 @@ def _check_arguments(x, kernel, activation, initial_state, segment_ids):
         kernel=(kernel, ("W", *channels)),
         segment_ids=(segment_ids, "BT"),
     )
+    checks.check_integers(segment_ids=segment_ids)
     checks.check_shapes(initial_state=(initial_state, (x.shape[0], kernel.shape[0] - 1, *channels)))
 
 

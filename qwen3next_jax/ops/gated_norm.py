@@ -38,7 +38,7 @@ def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
             o, gate, weight
         )
     chosen = choose_implementation(
-        "gated_norm", None, XLA_IMPLEMENTATIONS, o=o, weight=weight, eps=eps
+        "gated_norm", None, XLA_IMPLEMENTATIONS, o=o, gate=gate, weight=weight, eps=eps
     )
     return _differentiable_gated_norm(chosen, eps, o, gate, weight)
 

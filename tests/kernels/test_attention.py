@@ -221,6 +221,12 @@ def test_a_query_without_keys_gives_zeros():
     np.testing.assert_array_equal(o[:, 1:], 0)
 
 
+def test_a_nan_query_gives_nan():
+    q, k, v, _ = inputs(1, 5, 2, 1, 8)
+    o = jax.jit(attention)(q.at[0, 3, 1, 2].set(jnp.nan), k, v)
+    assert np.isnan(o[0, 3, 1]).all()
+
+
 def test_memory_is_linear_in_the_length():
     t, d = 4096, 32
     shapes = [jax.ShapeDtypeStruct((1, t, n, d), jnp.float32) for n in (2, 1, 1, 2)]
@@ -263,6 +269,23 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
     assert_near(
         got, oracle_output_and_gradients(*arrays, causal(2, t, segment_ids)), tolerance(t + d)
     )
+
+
+def test_splash_rounds_no_scale():
+    """112^-1/2 is no bfloat16 number. The scaled queries and their gradient are rounded once."""
+    scale, rounded = 112**-0.5, lambda x: (x.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+    q, k, v, do = inputs(1, 2, 1, 1, 112, dtype=jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def logsumexp_and_dq(q, scale):
+        settings = dict(scale=scale, causal=True, interpret=True)
+        o, logsumexp = splash.forward(q, k, v, None, None, **settings)
+        return logsumexp, splash.backward(q, k, v, None, None, o, logsumexp, do, **settings)[0]
+
+    logsumexp, dq = logsumexp_and_dq(rounded(q), 1.0)
+    got_logsumexp, got_dq = logsumexp_and_dq(q, scale)
+    np.testing.assert_array_equal(got_logsumexp, logsumexp)
+    np.testing.assert_array_equal(got_dq, rounded(dq))
 
 
 @pytest.mark.slow

@@ -197,6 +197,7 @@ def test_two_halves_chained_by_the_state_are_the_whole():
         (dict(activation="gelu"), "activation='gelu'"),
         (dict(initial_state=jnp.zeros((B, 4, D))), "initial_state has shape"),
         (dict(segment_ids=jnp.zeros((B, T + 1), int)), "segment_ids has shape"),
+        (dict(segment_ids=jnp.zeros((B, T))), "segment_ids has dtype float32"),
     ],
 )
 def test_bad_input_is_named(change, message):

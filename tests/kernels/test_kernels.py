@@ -2,6 +2,7 @@
 without the folder; nothing of another platform in a CPU's program.
 """
 
+import functools
 import importlib
 import pathlib
 import shutil
@@ -17,12 +18,21 @@ from flax import nnx
 
 from qwen3next_jax import kernels as plugin
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.kernels.gpu import gated_norm as gpu_gated_norm
+from qwen3next_jax.kernels.tpu import (
+    causal_conv1d,
+    indexed_attention,
+    residual_streams,
+    routed_experts,
+    top_k,
+)
 from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
-from qwen3next_jax.ops import attention, gated_delta_rule, implementations
+from qwen3next_jax.ops import attention, attention_heads, gated_delta_rule, implementations
 from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, compiling_for
 from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
+from qwen3next_jax.zoo.ops.indexed_attention import TokensAndBlocks
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEP = """
@@ -190,19 +200,19 @@ def test_another_platform_is_traced_anew():
     assert kernels() == [0, 0]
 
 
-def kernel_calls(jaxpr) -> list[str]:
-    """The names of the kernels that a traced program calls, as often as it calls them."""
-    names = []
+def kernel_calls(jaxpr) -> list:
+    """The equations of a traced program that call a kernel."""
+    calls = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
-            names.append(eqn.params["name"])
+            calls.append(eqn)
             continue
         for inner in jax.tree.leaves(
             list(eqn.params.values()), is_leaf=lambda value: hasattr(value, "eqns")
         ):
             if hasattr(inner, "eqns"):
-                names += kernel_calls(getattr(inner, "jaxpr", inner))
-    return names
+                calls += kernel_calls(getattr(inner, "jaxpr", inner))
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -243,7 +253,82 @@ def test_what_a_policy_saves_is_not_computed_again(policy, runs):
 
     x_BTD = jax.ShapeDtypeStruct((1, 256, 128), jnp.bfloat16)
     with compiling_for("tpu"):
-        calls = kernel_calls(jax.jit(jax.grad(loss)).trace(params, x_BTD).jaxpr)
+        equations = kernel_calls(jax.jit(jax.grad(loss)).trace(params, x_BTD).jaxpr)
+    calls = [equation.params["name"] for equation in equations]
     assert calls.count("causal_conv1d_forward") == 3 * runs
     assert calls.count("gated_norm_forward") == runs
     assert calls.count("top_k") == 1
+
+
+def tokens_and_blocks(tokens: int, blocks: int) -> TokensAndBlocks:
+    numbers = lambda size: jnp.zeros((1, size), jnp.int32)
+    return TokensAndBlocks(
+        position=numbers(tokens),
+        segment=numbers(tokens),
+        complete_blocks_before=numbers(tokens),
+        block_indexer_key=jnp.zeros((1, blocks, 128), jnp.bfloat16),
+        block_end_position=numbers(blocks),
+        block_segment=numbers(blocks),
+    )
+
+
+def choose_and_attend(x_BTNK):
+    rows = tokens_and_blocks(128, 2)
+    chosen = indexed_attention.choose_blocks(1, rows, x_BTNK)
+    return indexed_attention.forward(64, rows, chosen, x_BTNK, *[x_BTNK] * 3)
+
+
+# operator → a call of its TPU kernels, and the shapes of the call's arrays
+TPU_CALLS = {
+    "causal_conv1d": (
+        lambda x, before, kernel: causal_conv1d.forward("silu", before, x, kernel, None),
+        ((1, 16, 128), (1, 1, 128), (2, 128)),
+    ),
+    "gated_delta_rule": (
+        lambda q, g: gated_delta_rule(q, q, q, g=g, beta=g, implementation="pallas_tpu"),
+        ((1, 16, 2, 128), (1, 16, 2)),
+    ),
+    "attention": (
+        lambda q: attention(q, q, q, implementation="splash"),
+        ((1, 128, 1, 128),),
+    ),
+    "indexed_attention": (choose_and_attend, ((1, 128, 1, 128),)),
+    "residual_streams": (residual_streams.write, ((128, 256), (128, 128), (128, 2))),
+    "routed_experts": (
+        lambda rows, weight, gate_up, down: routed_experts.mlp(
+            rows, weight, gate_up, down, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+        ),
+        ((16, 128), (16,), (1, 128, 256), (1, 128, 128)),
+    ),
+    "top_k": (lambda x: top_k.top_k(x, 2), ((128, 8),)),
+}
+
+
+@pytest.mark.parametrize("operator", TPU_CALLS)
+def test_x64_gives_a_tpu_no_64_bit_index(operator):
+    """The TPU's compiler refuses them."""
+    call, shapes = TPU_CALLS[operator]
+    with jax.enable_x64(True):
+        jaxpr = jax.make_jaxpr(call)(*(jnp.zeros(shape, jnp.float32) for shape in shapes)).jaxpr
+    calls = kernel_calls(jaxpr)
+    blocks = [block for call in calls for block in call.params["grid_mapping"].block_mappings]
+    assert blocks
+    assert "i64" not in "".join(map(str, (*calls, *(block.index_map_jaxpr for block in blocks))))
+
+
+def test_a_float32_gate_has_no_gpu_kernel():
+    """The kernels copy the gate to bfloat16 tiles."""
+    o, gate = (jnp.zeros((1, 64, 128), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    reason = gpu_gated_norm.unsupported_reason(o, gate, jnp.zeros(128), 1e-6)
+    assert "float32" in reason
+
+
+def test_a_tpu_gates_heads_of_any_dtype():
+    o = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct((1, 16, 128), jnp.float32)
+    with compiling_for("tpu"):
+        y, pullback = jax.eval_shape(
+            functools.partial(jax.vjp, attention_heads.gate_heads), o, gate
+        )
+        do, dgate = jax.eval_shape(pullback, y)
+    assert [x.dtype for x in (y, do, dgate)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]

@@ -21,6 +21,7 @@ from benchmarks.kernels.experts_precision import (
     interpreted,
 )
 from qwen3next_jax.kernels.tpu import chip
+from qwen3next_jax.kernels.tpu import routed_experts as tpu_kernels
 from qwen3next_jax.kernels.tpu.routed_experts import sum_rows_by_token
 from qwen3next_jax.ops.routed_experts import layout as routed_experts
 from qwen3next_jax.planner.topology import describe_topology
@@ -80,6 +81,14 @@ def test_bfloat16_loses_nothing_to_rows_a_choice():
                 jax.jit(functools.partial(by_token, shards=shards, pieces=2))(*given), expected
             )
         assert all(now[name] <= 1.25 * before[name] for name in now), (shards, now, before)
+
+
+def test_matrices_of_another_dtype_have_no_tpu_kernel():
+    """Mosaic multiplies no float32 rows by bfloat16 matrices."""
+    x, gate_up = jnp.zeros((16, 128), jnp.float32), jnp.zeros((1, 128, 256), jnp.bfloat16)
+    reason = tpu_kernels.unsupported_reason(x, gate_up, 16, False)
+    assert "float32" in reason
+    assert "bfloat16" in reason
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

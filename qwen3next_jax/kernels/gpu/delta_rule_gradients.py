@@ -44,6 +44,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     TOTAL,
     TOTAL_J,
     C,
+    broadcast_over_columns,
     channel_slice,
     high_and_low,
     load_over_columns,
@@ -119,11 +120,6 @@ def hide_addresses_from_compiler(*refs):
 def row_inner_products(x, y):
     """Returns [C], the inner product of each row of x with the same row of y."""
     return jnp.sum(x * y, axis=1)
-
-
-def broadcast_over_columns(x_C):
-    """Returns a matrix [C, C]: row i holds x[i] in all columns."""
-    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
 
 
 def zeros_per_token():

@@ -162,12 +162,14 @@ def store_tiles(tile_refs, *arrays):
 PART_PAIRS = (0, 0), (1, 0), (0, 1)
 
 
+def broadcast_over_columns(x_C):
+    """Returns a matrix [C, C]: row i holds x[i] in all columns."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
+
+
 def load_over_columns(ref, row: int):
     """Returns a matrix [C, C]: row i holds ref[row, i] in all columns."""
-    return plgpu.layout_cast(
-        jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=ROW), (C, C), (0,)),
-        plgpu.Layout.WGMMA,
-    )
+    return broadcast_over_columns(plgpu.load(ref.at[row], layout=ROW))
 
 
 def load_over_rows(ref, row: int):

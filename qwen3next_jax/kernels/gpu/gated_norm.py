@@ -16,9 +16,11 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import delta_rule_tiles
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     COLUMN,
     C,
+    broadcast_over_columns,
     channel_slice,
     tile_memory,
     token_slice,
@@ -29,24 +31,28 @@ TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels a
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
-def unsupported_reason(o, weight, eps: float) -> str:
-    """Returns why the kernels cannot run o [B, T, H · V] with a weight [V]; "" if they can."""
+def unsupported_reason(o, gate, weight, eps: float) -> str:
+    """Returns why the kernels cannot run o and gate [B, T, H · V] with a weight [V]; "" if they
+    can.
+    """
     width = weight.shape[0]
-    if o.dtype != jnp.bfloat16 or o.shape[1] % C or width not in (64, 128, 256):
+    if not o.dtype == gate.dtype == jnp.bfloat16:
+        return f"has o and gate of {o.dtype} and {gate.dtype}: expected bfloat16"
+    if o.shape[1] % C or width not in (64, 128, 256):
         return (
-            f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of {C}, "
-            "64, 128 or 256, bfloat16"
+            f"has {o.shape[1]} tokens and heads of {width}: expected a multiple of {C}, "
+            "and 64, 128 or 256"
         )
     return self_test.unsupported_chip_reason()
 
 
-def is_default(o, weight, eps: float) -> bool:
+def is_default(o, gate, weight, eps: float) -> bool:
     """Returns whether a call that names no implementation runs the kernels. The call runs the
     kernels if they support the call and passed their test on this GPU. The function prints the
     decision once.
     """
     return self_test.kernels_run_by_default(
-        make_self_test(eps, weight.shape[0]), unsupported_reason(o, weight, eps)
+        make_self_test(eps, weight.shape[0]), unsupported_reason(o, gate, weight, eps)
     )
 
 
@@ -56,7 +62,7 @@ def make_self_test(eps: float, width: int) -> self_test.SelfTest:
         "norm and gate",
         self_test.AVOID,
         (eps, width),
-        (__name__,),
+        (__name__, delta_rule_tiles.__name__),
         functools.partial(max_error, eps, width),
         TOLERANCE,
     )
@@ -144,7 +150,7 @@ class _HeadBlock:
                 plgpu.copy_gmem_to_smem(source.at[self.at(c)], target.at[c], arrived)
         plgpu.barrier_wait(arrived)
         squares = sum(jnp.sum(x * x, axis=1) for x in map(self.load_o_tile, range(self.tiles)))
-        self.scale = self.broadcast_over_columns(jax.lax.rsqrt(squares / width + eps))
+        self.scale = broadcast_over_columns(jax.lax.rsqrt(squares / width + eps))
 
     def load_input_tile(self, i: int, c: int):
         """Returns tile c of input i, [C, C] in float32."""
@@ -153,10 +159,6 @@ class _HeadBlock:
     def load_o_tile(self, c: int):
         """Returns tile c of o, [C, C] in float32."""
         return self.load_input_tile(0, c)
-
-    def broadcast_over_columns(self, x):
-        """Returns a matrix [C, C]: row i holds x[i] in all columns."""
-        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (C, C), (0,)), plgpu.Layout.WGMMA)
 
     def load_weight_over_rows(self, c: int):
         """Returns a matrix [C, C]: column j holds the weight of channel j of tile c in all rows."""
@@ -247,7 +249,7 @@ def _backward_kernel(eps, width, *refs):
         weighted = d * (x * sigmoid) * normed
         refs.weight_gradient_sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
         inner = inner + jnp.sum(weighted * block.load_weight_over_rows(c), axis=1)
-    mean = block.broadcast_over_columns(inner / width)
+    mean = broadcast_over_columns(inner / width)
     for c in range(block.tiles):
         normed, x, sigmoid, d = load_tile(c)
         d = d * block.load_weight_over_rows(c)

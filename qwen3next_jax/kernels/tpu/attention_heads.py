@@ -47,7 +47,7 @@ def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
         functools.partial(_norm_and_rotate_kernel, eps, half),
         weight.shape[0],
         (x,),
-        "h",
+        {"h": x.dtype},
         (weight, cos, sin),
         interpret=interpret,
     )[0]
@@ -57,7 +57,7 @@ def norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy, *, interpret: 
     """Returns the gradients of x [B, T, C] and weight [K], given dy [B, N, T, K]."""
     body = functools.partial(_norm_and_rotate_gradients_kernel, eps, half)
     dx, sums = _call_kernel(
-        body, weight.shape[0], (x, dy), "c", (weight, cos, sin), True, interpret
+        body, weight.shape[0], (x, dy), {"c": x.dtype}, (weight, cos, sin), True, interpret
     )
     return dx, jnp.sum(sums, axis=0).astype(weight.dtype)
 
@@ -66,13 +66,15 @@ def gate(o, gate, *, interpret: bool = False):
     """Returns [B, T, C], the result of `ops.attention_heads.gate_heads`, from o [B, N, T, K] and
     gate [B, T, C].
     """
-    return _call_kernel(_gate_kernel, o.shape[3], (o, gate), "c", interpret=interpret)[0]
+    outputs = {"c": o.dtype}
+    return _call_kernel(_gate_kernel, o.shape[3], (o, gate), outputs, interpret=interpret)[0]
 
 
 def gate_gradients(o, gate, dy, *, interpret: bool = False):
     """Returns the gradients of o [B, N, T, K] and gate [B, T, C], given dy [B, T, C]."""
+    inputs, outputs = (o, gate, dy), {"h": o.dtype, "c": gate.dtype}
     return tuple(
-        _call_kernel(_gate_gradients_kernel, o.shape[3], (o, gate, dy), "hc", interpret=interpret)
+        _call_kernel(_gate_gradients_kernel, o.shape[3], inputs, outputs, interpret=interpret)
     )
 
 
@@ -83,8 +85,8 @@ def _call_kernel(body, width, inputs, outputs, norm_inputs=(), sums=False, inter
       body: the kernel, a function of the Pallas references of `norm_inputs`, inputs and outputs.
       width: K.
       inputs: arrays [B, N, T, K] or [B, T, C]; at least one has the shape [B, T, C].
-      outputs: one letter for each output, "h" for [B, N, T, K] and "c" for [B, T, C]. The outputs
-        have the dtype of the first input of shape [B, T, C].
+      outputs: the dtype of each output. The key is "h" for an output [B, N, T, K] and "c" for an
+        output [B, T, C].
       norm_inputs: the norm's weight [K], the cosines [B, T, L] and the sines [B, T, L], or nothing.
       sums: whether the kernel has one more output: for each block of heads 8 rows [K] of partial
         sums, which the caller adds up.
@@ -98,11 +100,9 @@ def _call_kernel(body, width, inputs, outputs, norm_inputs=(), sums=False, inter
         "c": pl.BlockSpec((1, rows, heads * width), lambda c, b, t: (b, t, c)),
         "h": pl.BlockSpec((1, heads, rows, width), lambda c, b, t: (b, c, t, 0)),
     }
-    shape = {
-        "c": jax.ShapeDtypeStruct(like.shape, like.dtype),
-        "h": jax.ShapeDtypeStruct((batch, d // width, time, width), like.dtype),
-    }
-    out_specs, out_shape = [spec[c] for c in outputs], [shape[c] for c in outputs]
+    shape = {"c": like.shape, "h": (batch, d // width, time, width)}
+    out_specs = [spec[kind] for kind in outputs]
+    out_shape = [jax.ShapeDtypeStruct(shape[kind], dtype) for kind, dtype in outputs.items()]
     blocks = d // (heads * width)
     if sums:
         out_shape.append(jax.ShapeDtypeStruct((8 * blocks, width), jnp.float32))

@@ -17,13 +17,17 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 BLOCK = 256, 1024  # the largest numbers of rows and of channels in a block
 
 
-def unsupported_reason(o, weight, eps: float) -> str:
-    """Returns why the kernels cannot run o [B, T, H · V] with a weight [V]; "" if they can."""
+def unsupported_reason(o, gate, weight, eps: float) -> str:
+    """Returns why the kernels cannot run o and gate [B, T, H · V] with a weight [V]; "" if they
+    can.
+    """
     width = weight.shape[0]
-    if o.dtype not in (jnp.bfloat16, jnp.float32) or width != LANES or o.shape[1] % grids.TILE_ROWS:
+    if not all(x.dtype in (jnp.bfloat16, jnp.float32) for x in (o, gate)):
+        return f"has o and gate of {o.dtype} and {gate.dtype}: expected bfloat16 or float32"
+    if width != LANES or o.shape[1] % grids.TILE_ROWS:
         return (
-            f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of "
-            f"{grids.TILE_ROWS}, {LANES}, bfloat16 or float32"
+            f"has {o.shape[1]} tokens and heads of {width}: expected a multiple of "
+            f"{grids.TILE_ROWS}, and {LANES}"
         )
     return ""
 

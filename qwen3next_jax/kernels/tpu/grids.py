@@ -56,7 +56,7 @@ def call_block_kernel(
       interpret: whether a CPU interprets the kernel.
       scratch: the shapes of scratch memory.
     """
-    return pl.pallas_call(
+    call = pl.pallas_call(
         body,
         grid=grid,
         in_specs=in_specs,
@@ -69,7 +69,9 @@ def call_block_kernel(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
-    )(*inputs)
+    )
+    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
+        return call(*inputs)
 
 
 def is_first_step_of_channel_block():

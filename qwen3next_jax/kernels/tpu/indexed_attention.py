@@ -269,7 +269,7 @@ def _call_attention_kernel(
     written = sum(x.size * x.dtype.itemsize for x, _ in outputs)
     pairs = batch * ((n + 1) // 2) * (n + 1) * tile**2
     index_products = sizes.indexer_heads * sizes.indexer_width
-    return pl.pallas_call(
+    call = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -290,7 +290,9 @@ def _call_attention_kernel(
             dimension_semantics=("arbitrary", "parallel", "arbitrary"),
             vmem_limit_bytes=chip.vmem_bytes(),
         ),
-    )(limits_BZ.reshape(-1), *(x for x, _ in inputs))
+    )
+    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
+        return call(limits_BZ.reshape(-1), *(x for x, _ in inputs))
 
 
 def _merge_heads(x_BTNK):
@@ -710,7 +712,7 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
         return jnp.clip(g, ranges[at] // size, ranges[at + 1] // size)
 
     pairs = batch * all_queries * padded // 2
-    lowest, cut = pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(_choice_kernel, number_chosen),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -737,7 +739,9 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
             dimension_semantics=("arbitrary", "parallel", "arbitrary"),
             vmem_limit_bytes=chip.vmem_bytes(),
         ),
-    )(ranges, flat, queries, block_k, blocks)
+    )
+    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
+        lowest, cut = call(ranges, flat, queries, block_k, blocks)
     return lowest[:, 0, :tokens], cut[:, 0, :tokens]
 
 

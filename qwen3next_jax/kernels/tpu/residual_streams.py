@@ -202,7 +202,7 @@ class _CallSpecs:
         if sums:
             shapes.append(jax.ShapeDtypeStruct((8 * self.cores, sums), jnp.float32))
             out_specs.append(pl.BlockSpec((8, sums), lambda c, t: (c, 0)))
-        return pl.pallas_call(
+        call = pl.pallas_call(
             body,
             grid=(self.cores, self.tiles),
             in_specs=list(in_specs),
@@ -219,7 +219,9 @@ class _CallSpecs:
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chip.vmem_bytes()
             ),
-        )(*inputs)
+        )
+        with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
+            return call(*inputs)
 
 
 def _dot(a, b, dims=(((1,), (0,)), ((), ()))):

@@ -43,8 +43,11 @@ def unsupported_reason(x, gate_up, tile: int, added: bool) -> str:
         hold the earlier gradients, too.
     """
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"has rows of {x.dtype}: expected bfloat16 or float32"
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or gate_up.dtype != x.dtype:
+        return (
+            f"has rows of {x.dtype} and matrices of {gate_up.dtype}: expected both in bfloat16 or "
+            "both in float32"
+        )
     if d % (LANES * chip.core_count()) or f % (2 * LANES) or tile % (32 // size):
         return (
             f"has widths {d} and {f} and tiles of {tile} rows: expected multiples of "
@@ -102,7 +105,7 @@ def _call_kernel(
     """
     read_by_others = shared * (chip.core_count() - 1)
     sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *read_by_others)]
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         out_shape=outputs,
         interpret=interpret,
@@ -121,7 +124,9 @@ def _call_kernel(
         cost_estimate=pl.CostEstimate(
             flops=int(flops), transcendentals=0, bytes_accessed=sum(sizes)
         ),
-    )(*scalars, *inputs)
+    )
+    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
+        return call(*scalars, *inputs)
 
 
 # ---- the SwiGLU experts

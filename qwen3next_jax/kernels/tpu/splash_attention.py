@@ -25,20 +25,26 @@ PARTS_OF_DQ = 8
 
 
 def unsupported_reason(q, k, v, split: bool) -> str:
-    """Returns "": the kernels can run every call, because arrays are padded to whole blocks."""
+    """Returns why the kernels cannot run a call; "" if they can. The kernels take arrays of every
+    shape, because arrays are padded to whole blocks.
+    """
+    if any(x.dtype == jnp.float64 for x in (q, k, v)):
+        return "has float64 inputs: expected float32 or bfloat16"
     return ""
 
 
 def is_default(q, k, v, split: bool) -> bool:
     """Returns whether a call that names no implementation runs the kernels. The call runs the
-    kernels if the kernels get at least LANES tokens of a row. The kernels pad shorter rows to LANES
-    tokens, so most of the work would be on padding.
+    kernels if they support it and get at least LANES tokens of a row. The kernels pad shorter rows
+    to LANES tokens, so most of the work would be on padding.
 
     Args:
       q, k, v: the arrays of the call.
       split: whether the sequence is split over a mesh axis. If the sequence is split, the kernels
         get half of a shard's tokens at a time.
     """
+    if unsupported_reason(q, k, v, split):
+        return False
     return q.shape[1] // (2 if split else 1) >= LANES
 
 
@@ -109,6 +115,13 @@ def _to_splash_layout(x_BTND):
     )
 
 
+def _times_scale(x, scale: float):
+    """Returns scale · x in x's dtype. Only the product is rounded. If the scale were rounded to
+    bfloat16 first, all scores would be too large or too small by the same factor, by up to 2^-8.
+    """
+    return (x.astype(accumulation_dtype(x)) * scale).astype(x.dtype)
+
+
 def _from_splash_layout(x_BNTD, like):
     """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash_layout`, in the
     shape and dtype of `like`.
@@ -147,15 +160,18 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
     whether a CPU interprets the kernel.
     """
     t, n = q.shape[1:3]
-    kernel = _attention_function_of_row(
-        q, n, _padded_length(t), causal, interpret, save_residuals=True
-    )
     inputs = (
-        _to_splash_layout(q * jnp.asarray(scale, q.dtype)),
+        _to_splash_layout(_times_scale(q, scale)),
         _to_splash_layout(k),
         _to_splash_layout(v),
     )
-    with _mask_kind_scope(causal):
+    with (
+        _mask_kind_scope(causal),
+        jax.enable_x64(False),
+    ):  # the TPU's compiler takes no 64-bit index
+        kernel = _attention_function_of_row(
+            q, n, _padded_length(t), causal, interpret, save_residuals=True
+        )
         o, (logsumexp,) = jax.vmap(kernel)(
             *inputs, _padded_segment_ids(q, segment_ids, kv_segment_ids, causal)
         )
@@ -212,12 +228,9 @@ def backward(
     # parts.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _padded_length(t)
-    row = _backward_function_of_row(
-        _attention_function_of_row(q, n // parts, length, causal, interpret, save_residuals=False)
-    )
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
     arrays = (
-        _to_splash_layout(q * jnp.asarray(scale, q.dtype)),
+        _to_splash_layout(_times_scale(q, scale)),
         _to_splash_layout(k),
         _to_splash_layout(v),
         _to_splash_layout(o),
@@ -227,7 +240,12 @@ def backward(
     q_, k_, v_, o_, logsumexp, do_ = (
         x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in arrays
     )
-    with _mask_kind_scope(causal):
+    with _mask_kind_scope(causal), jax.enable_x64(False):  # as in `forward`
+        row = _backward_function_of_row(
+            _attention_function_of_row(
+                q, n // parts, length, causal, interpret, save_residuals=False
+            )
+        )
         grads = jax.vmap(jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0, 0)))(
             q_,
             k_,
@@ -239,7 +257,7 @@ def backward(
         )
     dq, dk, dv = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in grads)
     return (
-        _from_splash_layout(dq * scale, q),
+        _from_splash_layout(_times_scale(dq, scale), q),
         _from_splash_layout(dk, k),
         _from_splash_layout(dv, v),
     )

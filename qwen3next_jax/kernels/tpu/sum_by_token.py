@@ -13,7 +13,9 @@ from qwen3next_jax.kernels.tpu.routed_experts import sum_rows_by_token
 
 
 def unsupported_reason(rows, shape: tuple[int, int]) -> str:
-    """Returns "": the kernel can run every call."""
+    """Returns why the kernel cannot run a call; "" if it can."""
+    if rows.dtype == jnp.float64:
+        return "has rows of float64: expected float32 or bfloat16"
     return ""
 
 

@@ -33,7 +33,9 @@ def attention(
       q: [B, T, N, D] queries.
       k, v: [B, T, M, D] keys and values, with N % M == 0.
       segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing
-        along T; 0 marks padding at the end. A query attends only to keys of its own segment.
+        along T; 0 marks padding at the end. A query attends only to keys of its own segment. A NaN
+        or an infinity in one document may reach other documents of the row, because the products
+        that a mask hides are multiplied by zero.
       scale: factor of the scores; None means D^-1/2.
       implementation: name of the implementation, or None for the platform's best. "xla" computes
         attention block by block. "splash" runs JAX's splash attention kernels on a TPU; a CPU

@@ -116,7 +116,8 @@ def _normalize_softmax_sums(o, largest, total):
       largest: [...], the largest score of the query.
       total: [...], the sum Σ p over the keys.
     """
-    seen = largest > _HIDDEN / 2
+    # If a score is NaN, so is `total`, but `largest` only on platforms whose maximum keeps a NaN.
+    seen = (largest > _HIDDEN / 2) | jnp.isnan(total)
     return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(
         seen, largest + jnp.log(total), UNSEEN
     )

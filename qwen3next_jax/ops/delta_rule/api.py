@@ -59,7 +59,8 @@ def gated_delta_rule(
       segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing
         along T; 0 marks padding at the end. The state becomes zero where a document starts, except
         the first document, which starts from `initial_state`. The outputs of padding are zeros, and
-        the inputs of padding get zero gradients.
+        the inputs of padding get zero gradients. A NaN or an infinity in one document may reach
+        other documents of the row, because the decay between documents is a multiplication by zero.
       normalize_qk: whether q and k are first L2-normalised over K in float32: x * rsqrt(sum x^2 +
         1e-6).
       delta_term: whether the write has the delta term -S^T k_t. Without the delta term, the

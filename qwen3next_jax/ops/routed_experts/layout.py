@@ -49,7 +49,8 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidd
     of experts on other devices are left out.
 
     Args:
-      x: [N, D], the tokens.
+      x: [N, D], the tokens. On a TPU, a NaN or an infinity of one token may reach the results of
+        other tokens, because a kernel multiplies rows of other tokens by zero (`sum_by_token`).
       weight: [N, A], the router's weight of each choice.
       expert: [N, A] integers, the expert of each choice. Numbers below 0 and from E on stand for
         experts on other devices. No token chooses an expert of this device twice.
