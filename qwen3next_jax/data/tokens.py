@@ -23,6 +23,7 @@ from qwen3next_jax.data import cuts, fast_bpe
 from qwen3next_jax.data.added_tokens import (
     AddedTokenSplitter,
     add_tokens_from_config_files,
+    check_ids_of_added_tokens,
     make_tokens_unmatchable,
     panic_as_user_error,
 )
@@ -258,7 +259,9 @@ class HuggingFaceTokenizer:
             as_user_error(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError),
         ):
             with json_files.open_regular_file(path) as file:
-                self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
+                content = file.read(json_files.MAX_BYTES)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        check_ids_of_added_tokens(path, json.loads(content), self._tokenizer)
         add_tokens_from_config_files(path.parent, self._tokenizer)
         _check_deterministic(path, self._tokenizer)
         # `token_byte_counts` and the library allocate tables with an entry for every id up to the
@@ -270,6 +273,7 @@ class HuggingFaceTokenizer:
                 f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a "
                 f"vocabulary of {len(ids)} tokens: damaged; copy or download it again"
             )
+        _check_ids_are_distinct(path, ids)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._eos_token = _find_eos_token(path, self._tokenizer)
@@ -509,6 +513,18 @@ def _write_tokenizer_files(
             config["bos_token"] = template.special_tokens["bos_token"]
     (directory / "tokenizer.json").write_text(tokenizer_json)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _check_ids_are_distinct(path: epath.Path, ids: Mapping[str, int]) -> None:
+    """Raises UserError if two tokens of a vocabulary, token → id, have the same id."""
+    token_of: dict[int, str] = {}
+    for token, i in ids.items():
+        other = token_of.setdefault(i, token)
+        require(
+            other == token,
+            f"tokenizer {path}: {other!r} and {token!r} both have id {i}, so that a model could "
+            "not tell them apart: expected one token of each id: copy or download the file again",
+        )
 
 
 def _check_deterministic(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:

@@ -331,6 +331,14 @@ def _counted(tokenizer, text):
     return int(tokenizer.token_byte_counts[ids].sum())
 
 
+def _with_ids_of_library(content):
+    """Gives the added tokens of a tokenizer.json the ids that the library gives them."""
+    library = tokenizers.Tokenizer.from_str(json.dumps(content))
+    for token in content["added_tokens"]:
+        token["id"] = library.token_to_id(token["content"])
+    return content
+
+
 @pytest.fixture
 def with_spaces(byte_fallback):
     """A tokenizer whose ▁ stands for spaces, and whose ▁▁▁▁ for four."""
@@ -341,7 +349,7 @@ def with_spaces(byte_fallback):
     run = {"id": 0, "content": "▁▁▁▁", "special": False, "normalized": True}
     run |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     content["added_tokens"].append(run)
-    return content
+    return _with_ids_of_library(content)
 
 
 def test_a_run_of_spaces_counts_its_bytes(with_spaces, tmp_path):
@@ -439,6 +447,26 @@ def test_tokens_of_the_config_that_do_not_fit_are_refused(added, named):
         load_tokenizer(added[0])
 
 
+def test_other_ids_than_the_files_are_refused(byte_level, tmp_path):
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    content["added_tokens"][-1]["id"] += 7  # the library gives it the next free id all the same
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    token = content["added_tokens"][-1]
+    with refused("tokenizer.json", token["content"], token["id"]):
+        load_tokenizer(str(tmp_path))
+
+
+def test_two_tokens_of_one_id_are_refused(byte_level, tmp_path):
+    """Such as a letter and, because of an unused id, the token that the library adds."""
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["é"] = len(vocabulary) + 1
+    content["added_tokens"].append({"id": 0, "content": "<t>"} | dict.fromkeys(FLAGS, False))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    with refused("tokenizer.json", "'é'", "<t>", vocabulary["é"]):
+        load_tokenizer(str(tmp_path))
+
+
 def test_ambiguous_tokenizers_are_refused(byte_level, tmp_path):
     content = json.loads(open(byte_level, encoding="utf-8").read())
     path = tmp_path / "tokenizer.json"
@@ -447,9 +475,8 @@ def test_ambiguous_tokenizers_are_refused(byte_level, tmp_path):
         load_tokenizer(str(path))
     flags = dict.fromkeys(FLAGS, False) | {"normalized": True, "id": 0}
     added = [*content["added_tokens"], flags | {"content": "<A>"}, flags | {"content": "<a>"}]
-    path.write_text(
-        json.dumps(content | {"added_tokens": added, "normalizer": NORMALIZERS["lower"]})
-    )
+    content |= {"added_tokens": added, "normalizer": NORMALIZERS["lower"]}
+    path.write_text(json.dumps(_with_ids_of_library(content)))
     with refused(path, "<A>", "<a>"):
         load_tokenizer(str(path))
 
@@ -470,7 +497,7 @@ def test_a_text_without_a_safe_place_is_encoded_whole(byte_level, tmp_path, monk
     content["pre_tokenizer"]["use_regex"] = False
     content["model"]["vocab"] |= {"eĠ": 900, "Ċa": 901}
     content["model"]["merges"] += [["e", "Ġ"], ["Ċ", "a"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
     assert parts(str(tmp_path), text) == [text]
 
 
@@ -644,7 +671,7 @@ def test_any_tokenizer_has_one_meaning(
         "model": _model(kind, size, is_bytes, byte_fallback),
     }
     path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(_with_ids_of_library(content)))
     library = tokenizers.Tokenizer.from_file(str(path))
     try:
         tokenizer = load_tokenizer(str(path))
