@@ -437,10 +437,21 @@ def _read_text_file(
     if is_long_text(data):
         yield Record(0, data.removeprefix(codecs.BOM_UTF8), file.size)
         return
+    if data.startswith(_LFS_POINTER) and len(data) < _LONGEST_LFS_POINTER:
+        what = "it is a pointer of Git LFS instead of a text: git lfs pull gets the text"
+        bad.leave_out(0, where, "Git LFS pointer", what)
+        yield Record(0, None, file.size)
+        return
     text = _decode_or_mend(data, bad, where)
     if text is not None:
         text = _valid_or_mended_text(text.removeprefix("\ufeff"), bad, where)
     yield Record(0, text, file.size)
+
+
+# How the file begins that stands in a Git repository in place of a file of Git LFS, and the number
+# of bytes below which such a file stays, as Git LFS specifies.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+_LONGEST_LFS_POINTER = 1024
 
 
 def _read_json_lines(
@@ -564,6 +575,12 @@ def _read_json_array(
         yield Record(number - 1, text, file.size * end // len(content))
     if not found:
         what = f"not JSON: the array breaks off after element {number}"
+        bad.leave_out(number, RecordPlace(file, part, number), "broken JSON", what)
+    elif content[found.end() :].strip():
+        what = (
+            f"not JSON: the array ends after element {number}, and more follows: expected one "
+            "array in a file"
+        )
         bad.leave_out(number, RecordPlace(file, part, number), "broken JSON", what)
 
 

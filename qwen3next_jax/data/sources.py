@@ -24,6 +24,7 @@ from qwen3next_jax.common.errors import (
     did_you_mean,
     error_message,
     join_first,
+    require,
     warn,
 )
 from qwen3next_jax.common.installation import how_to_install
@@ -215,6 +216,11 @@ def _local_files(path: str) -> list[SourceFile]:
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else _glob(expanded)
+    require(
+        os.path.exists(expanded) or all("**" not in p or p == "**" for p in expanded.split("/")),
+        f"data.path {path!r}: ** beside other characters would enter no folder: expected ** alone "
+        "between slashes, such as texts/**/*.jsonl",
+    )
     return _distinct_files(
         found, _folder_before_wildcard(expanded) or ("/" if expanded.startswith("/") else ".")
     )

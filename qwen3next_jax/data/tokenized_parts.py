@@ -35,7 +35,7 @@ from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.text import Text, batches_by_size, byte_count, is_blank, text_pieces
 from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
 
-FORMAT = 4  # raise it when the same text no longer gives the same part
+FORMAT = 5  # raise it when the same text no longer gives the same part
 _BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
 
 DOCUMENT = np.dtype(
