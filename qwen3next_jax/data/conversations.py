@@ -196,7 +196,9 @@ class EncodedConversation(NamedTuple):
 
 
 def encode_conversations(
-    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, template: ChatTemplate
+    conversations: Sequence[Sequence[Message]],
+    tokenizer: HuggingFaceTokenizer,
+    template: ChatTemplate,
 ) -> list[EncodedConversation]:
     """Encodes conversations in which `conversation_fault` finds no fault.
 
@@ -216,7 +218,7 @@ def encode_conversations(
 
 
 def _encode_conversation(
-    messages: Sequence[Message], rendered: RenderedConversation, tokenizer: Tokenizer
+    messages: Sequence[Message], rendered: RenderedConversation, tokenizer: HuggingFaceTokenizer
 ) -> EncodedConversation:
     def faulty(fault: str) -> EncodedConversation:
         return EncodedConversation("", np.zeros(0, np.int32), np.zeros(0, np.float32), fault)
@@ -237,10 +239,9 @@ def _encode_conversation(
             "no token of it counts in the loss: expected a message of the assistant with a weight "
             "above 0, which the chat template writes"
         )
-    known = [t for t in tokenizer.special_tokens if t not in tokenizer.parse_tokens]
     for i, message in enumerate(messages, start=1):
         for text in _strings_in_json(message):
-            if found := next((token for token in known if token in text), None):
+            if found := tokenizer.find_special_token(text):
                 return faulty(
                     f"message {i} writes out the special token {found!r}: name it in "
                     "data.parse_tokens if it is to be this token"

@@ -397,6 +397,31 @@ class HuggingFaceTokenizer:
                 sizes[i] = max(len(text.encode()) - start, 0)
         return sizes
 
+    def find_special_token(self, text: str) -> str | None:
+        """Returns a special token, not in `parse_tokens`, that `text` spells out, so that `encode`
+        would give it its id; None if there is none. A text may spell out a token in the normalized
+        text alone, such as "<|IM_END|>" if the normalizer makes letters small.
+        """
+        found = next((token for token in self._unmatchable_tokens if token in text), None)
+        if found or not self._normalized_special_tokens:
+            return found
+        normalized = self._tokenizer.normalizer.normalize_str(text)
+        return next(
+            (t for t, n in self._normalized_special_tokens.items() if n in normalized), None
+        )
+
+    @functools.cached_property
+    def _normalized_special_tokens(self) -> dict[str, str]:
+        """Special token that is looked for in the normalized text → the text that it has there,
+        without `parse_tokens`.
+        """
+        normalizer = self._tokenizer.normalizer
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        hidden = [
+            t.content for t in tokens if t.normalized and t.content in self._unmatchable_tokens
+        ]
+        return {text: normalizer.normalize_str(text) for text in hidden} if normalizer else {}
+
     def encode(self, text: str) -> np.ndarray:
         with panic_as_user_error():
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)

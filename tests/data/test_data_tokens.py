@@ -447,6 +447,20 @@ def test_tokens_of_the_config_that_do_not_fit_are_refused(added, named):
         load_tokenizer(added[0])
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "text"), [("none", "a<t>"), ("lower", "a<T>"), ("NFKC", "a＜t＞")]
+)
+def test_special_tokens_of_normalized_text_are_found(byte_level, tmp_path, normalizer, text):
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    token = dict.fromkeys(FLAGS, False) | {"content": "<t>", "special": True, "normalized": True}
+    content["added_tokens"].append(token | {"id": 0})
+    content["normalizer"] = NORMALIZERS[normalizer]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    assert load_tokenizer(str(tmp_path)).find_special_token(text) == "<t>"
+    assert load_tokenizer(str(tmp_path)).find_special_token("a<b>") is None
+    assert load_tokenizer(str(tmp_path), None, ["<t>"]).find_special_token(text) is None
+
+
 def test_other_ids_than_the_files_are_refused(byte_level, tmp_path):
     content = json.loads(open(byte_level, encoding="utf-8").read())
     content["added_tokens"][-1]["id"] += 7  # the library gives it the next free id all the same
@@ -692,6 +706,7 @@ def test_any_tokenizer_has_one_meaning(
             return
         assert prompt == library.encode(text, add_special_tokens=False).ids
         assert not special.keys() & set(ids[:-1].tolist())
+        assert not special.keys() & set(prompt) or tokenizer.find_special_token(text)
         has_special = special.keys() & set(prompt) or any(
             t.content in text or normalized(t.content) in normalized(text) for t in special.values()
         )
