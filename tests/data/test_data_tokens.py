@@ -266,12 +266,36 @@ def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, t
     for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
         np.testing.assert_array_equal(one, other)
     assert fast.fingerprint == slow.fingerprint
-    # A vocabulary whose merges are not those that its tokens suggest.
+    # Letters are those of ASCII alone to tiktoken.
     content = json.loads(open(byte_level, encoding="utf-8").read())
-    content["model"]["merges"] = content["model"]["merges"][:-20]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    split = {"type": "Split", "pattern": {"Regex": "[[:alpha:]]+|[^[:alpha:]]+"}}
+    split |= {"behavior": "Isolated", "invert": False}
+    steps = [split, content["pre_tokenizer"] | {"use_regex": False}]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    content["model"]["vocab"]["tÃ"] = len(content["model"]["vocab"])
+    content["model"]["merges"].append(["t", "Ã"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
     with pytest.raises(fast_bpe.DifferentIds):
-        load_tokenizer(str(tmp_path)).encode_documents(TRAINING)
+        load_tokenizer(str(tmp_path)).encode_documents(["été"])
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+@pytest.mark.parametrize(
+    "merges", [[], ["h e", "e l", "h el"], ["h e", "e l", "he l"], ["h e", "e l", "he l", "h el"]]
+)
+def test_tiktoken_merges_as_the_tokenizer_does(byte_level, tmp_path, merges, ignore_merges):
+    """Whichever merges make a token, and if none do: also in texts that no sample holds."""
+    pytest.importorskip("tiktoken")
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    ids = {c: i for i, c in enumerate(tokens._byte_characters())}
+    ids |= {t: 256 + i for i, t in enumerate(["he", "el", "hel", END_OF_TEXT, "<|im_end|>"])}
+    content["model"] |= {"vocab": ids, "merges": merges, "ignore_merges": ignore_merges}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    fast = load_tokenizer(str(tmp_path))
+    texts = [*["other words"] * 9, "hel", "xhel", "helo hel", "he", "elel"]
+    slow = fast.slower_tokenizer or fast
+    for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @given(st.lists(any_text, max_size=5))
