@@ -257,6 +257,7 @@ def make_index(folder: pathlib.Path) -> None:
             folder_shard_ends=count * groups,
             rows_per_shard=np.full(count * len(groups), (1 << 26) // 4096),
             shard_bytes=np.zeros(count * len(groups), np.int64),
+            shard_heads=np.zeros(count * len(groups), np.int64),
             folder_part_ends=8 * groups,
             part_origins=np.stack(
                 [np.arange(8 * len(groups)), np.zeros(8 * len(groups), np.int64)], 1

@@ -822,6 +822,23 @@ def test_verify_finds_every_change(name, two_sources, tmp_path):
     assert all(damage.isprintable() for damage in damages)
 
 
+def test_another_shard_of_the_same_size_is_noticed(tmp_path):
+    """Also by a run that starts: its index does not fit, and its shards are opened anew."""
+    configs = []
+    for i in range(2):
+        write_jsonl(tmp_path / f"{i}.jsonl", [f"{i} {'ab'[i] * 40}" for _ in range(50)])
+        configs.append(DataConfig(path=f"{tmp_path}/{i}.jsonl", prepared_dir=f"{tmp_path}/p"))
+    before = [TextData(config, 64, 4) for config in configs]
+    shards = [next(data._prepared[0].rows[TRAIN].table.shard_paths()) for data in before]
+    contents = [pathlib.Path(shard).read_bytes() for shard in shards]
+    assert len(contents[0]) == len(contents[1])
+    assert before[0].rows == before[1].rows
+    pathlib.Path(shards[0]).write_bytes(contents[1])
+    with refused(shards[0]):
+        TextData(configs[0], 64, 4)
+    assert [damage for _, damage in verify(tmp_path / "p") if damage]
+
+
 @pytest.mark.parametrize("checksum", [True, False])
 def test_compressed_text_without_checksums_is_said(checksum, tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:50])
