@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from qwen3next_jax.data.added_tokens import is_unmatchable
+from qwen3next_jax.data.tokens import DifferentIds
 
 # GPT-2's pattern. ByteLevel(use_regex=True) splits texts by it.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -27,12 +28,6 @@ _BYTES_OF_TEXT = (*range(0xC0), *range(0xC2, 0xF5))
 # (behavior, invert) of a Split whose pieces are the matches of its pattern. They are the same where
 # the pattern matches all of a text, as the usual ones do.
 _SPLITS = (("Isolated", False), ("Removed", True))
-
-
-class DifferentIds(Exception):
-    """tiktoken and the tokenizers library give a text different ids, or tiktoken rejects a
-    pattern.
-    """
 
 
 def tiktoken_version() -> str | None:

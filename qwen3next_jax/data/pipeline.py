@@ -20,10 +20,9 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
-from qwen3next_jax.data.conversations import ChatFormat, load_chat_format
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, PreparedSource, Progress, RowRecipe
 from qwen3next_jax.data.rows import PackedRow
-from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.sources import MessagesFormat, Source
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # The arrays of a batch, or of one row (then without the axis B_local, the rows of this process):
@@ -541,9 +540,11 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     ]
 
 
-def _chat_format_of(field: str, config: DataConfig, tokenizer: Tokenizer) -> ChatFormat | None:
+def _chat_format_of(field: str, config: DataConfig, tokenizer: Tokenizer) -> MessagesFormat | None:
     if not field:
         return None
+    from qwen3next_jax.data.conversations import load_chat_format  # only chats need this file
+
     return load_chat_format(field, config.tokenizer, tokenizer, config.template_date)
 
 

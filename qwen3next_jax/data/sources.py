@@ -13,7 +13,8 @@ import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from etils import epath
 
@@ -28,7 +29,6 @@ from qwen3next_jax.common.errors import (
     warn,
 )
 from qwen3next_jax.common.installation import how_to_install
-from qwen3next_jax.data.conversations import ChatFormat
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -95,6 +95,26 @@ TEXT_SUFFIXES = (
 )
 
 
+class MessagesFormat(Protocol):
+    """How the conversations of a source become tokens (`conversations.ChatFormat`).
+
+    Attributes:
+      messages_field: the field of a record that holds the messages.
+      identity: JSON values that, with the tokenizer, determine the tokens of every record.
+    """
+
+    messages_field: str
+    identity: Mapping[str, str]
+
+    def record_fault(self, messages: Any, objects_on_path: Sequence[Mapping[str, Any]]) -> str:
+        """Returns what is wrong with the messages of a record, or with the objects on the path to
+        them; "" if nothing is.
+        """
+
+    def encode(self, conversations: Sequence[Any], tokenizer: Any) -> Sequence[Any]:
+        """Returns a `conversations.EncodedConversation` for each conversation."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
     path: epath.Path
@@ -123,7 +143,7 @@ class Source:
     # then the `mtime_or_checksum` of `files` is unknown.
     text_is_gone: bool = False
     # of records with messages: how they become tokens; then `text_field` is not read
-    chat_format: ChatFormat | None = None
+    chat_format: MessagesFormat | None = None
 
     @property
     def size(self) -> int:

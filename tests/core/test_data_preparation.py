@@ -42,7 +42,7 @@ from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, RowRecipe
 from qwen3next_jax.data.sources import NothingFound, find_source_of_glob
 from qwen3next_jax.data.store import Store, write_json_with_digest
 from qwen3next_jax.data.text import LONG
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.tokens import DifferentIds, load_tokenizer
 from tests.corpora import TEXTS, jsonl, write_jsonl
 from tests.refusals import refused
 
@@ -994,7 +994,7 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     def differs_in_the_second_file(self, text):
         calls.append(text)
         if len(calls) == 2:
-            raise fast_bpe.DifferentIds
+            raise DifferentIds
         compare(self, text)
 
     monkeypatch.setattr(type(tokenizer), "_check_same_ids", differs_in_the_second_file)

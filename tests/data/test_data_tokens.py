@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import cuts, fast_bpe, tokens
+from qwen3next_jax.data import cuts, huggingface_tokenizer, tokens
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.inference.streaming import DecodeStream
@@ -116,7 +116,8 @@ def test_long_texts_get_the_same_ids(tokenizer, monkeypatch):
                 patch.setattr(cuts, "LONGEST", longest)
                 patch.setattr(cuts, "_AROUND", 3)
                 patch.setattr(texts, "_PIECE", piece)
-                patch.setattr(tokens, "_ENCODED_AT_ONCE", 10)
+                for module in (tokens, huggingface_tokenizer):
+                    patch.setattr(module, "_ENCODED_AT_ONCE", 10)
                 long = np.concatenate(list(tokenizer.encode_long_text(text.encode())))
             np.testing.assert_array_equal(short, long)
 
@@ -275,7 +276,7 @@ def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, t
     content["model"]["vocab"]["tÃ"] = len(content["model"]["vocab"])
     content["model"]["merges"].append(["t", "Ã"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
-    with pytest.raises(fast_bpe.DifferentIds):
+    with pytest.raises(tokens.DifferentIds):
         load_tokenizer(str(tmp_path)).encode_documents(["été"])
 
 
@@ -287,7 +288,7 @@ def test_tiktoken_merges_as_the_tokenizer_does(byte_level, tmp_path, merges, ign
     """Whichever merges make a token, and if none do: also in texts that no sample holds."""
     pytest.importorskip("tiktoken")
     content = json.loads(open(byte_level, encoding="utf-8").read())
-    ids = {c: i for i, c in enumerate(tokens._byte_characters())}
+    ids = {c: i for i, c in enumerate(tokens.byte_characters())}
     ids |= {t: 256 + i for i, t in enumerate(["he", "el", "hel", END_OF_TEXT, "<|im_end|>"])}
     content["model"] |= {"vocab": ids, "merges": merges, "ignore_merges": ignore_merges}
     (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
@@ -654,7 +655,7 @@ PAIRS = ["a a", "a b", "▁ a", "▁ ▁", "Ġ a", "Ġ Ġ", "Ċ Ċ", "\n \n", "a
 
 def _model(kind: str, size: int, is_bytes: bool, byte_fallback: bool) -> dict:
     """A model with `size` tokens of more than one character."""
-    characters = "".join(tokens._byte_characters()) if is_bytes else "ab\n ▁AeéI.1<>t/s"
+    characters = "".join(tokens.byte_characters()) if is_bytes else "ab\n ▁AeéI.1<>t/s"
     vocabulary = ["<unk>", *dict.fromkeys(characters)]
     if byte_fallback:
         vocabulary += [f"<0x{i:02X}>" for i in range(256)]
