@@ -531,6 +531,21 @@ def lacks_zstd_checksum(file: SourceFile) -> bool:
     return len(start) == 5 and start[:4] == b"\x28\xb5\x2f\xfd" and not start[4] & 4
 
 
+def looks_like_json_lines(file: SourceFile, text_field: str) -> bool:
+    """Whether a local file, which by its name is one text, begins with a line of JSON that has the
+    field `text_field`.
+    """
+    if file_format(file) != "text" or is_remote(os.fspath(file.path)):
+        return False
+    with _read_errors_as_user_errors(file.path), file.path.open("rb") as stream:
+        line = stream.readline(LONG)
+    try:
+        found = fields.find_field(json_files.parse(line.removeprefix(codecs.BOM_UTF8)), text_field)
+    except ValueError:
+        return False
+    return isinstance(found.value, str)
+
+
 def _compression_of(file: SourceFile) -> str:
     name = file.path.name.lower()
     if name.endswith(".gz"):

@@ -36,7 +36,7 @@ from qwen3next_jax.data import (
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.digest_cache import DigestCache
-from qwen3next_jax.data.pipeline import TextData
+from qwen3next_jax.data.pipeline import TextData, find_sources
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize_source
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, RowRecipe
 from qwen3next_jax.data.sources import NothingFound, find_source_of_glob
@@ -837,6 +837,23 @@ def test_another_shard_of_the_same_size_is_noticed(tmp_path):
     with refused(shards[0]):
         TextData(configs[0], 64, 4)
     assert [damage for _, damage in verify(tmp_path / "p") if damage]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonlines", "txt"])
+def test_json_lines_of_other_names_are_said(ending, tmp_path, capsys):
+    write_jsonl(tmp_path / f"a.{ending}", TEXTS[:50])
+    run(f"{tmp_path}/a.{ending}", tmp_path / "p")
+    assert (f"a.{ending}" in capsys.readouterr().err) == (ending != "jsonl")
+
+
+@pytest.mark.parametrize("second", ["a.jsonl", "link.jsonl", "b.jsonl"])
+def test_a_file_of_two_globs_is_said(second, tmp_path, capsys):
+    for name, some in (("a.jsonl", TEXTS[:60]), ("b.jsonl", TEXTS[60:])):
+        write_jsonl(tmp_path / name, some)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    path = f"{tmp_path}/a.*,{tmp_path}/{second}"
+    find_sources(DataConfig(path=path, prepared_dir=f"{tmp_path}/p"), load_tokenizer("bytes"))
+    assert (second in capsys.readouterr().err) == (second != "b.jsonl")
 
 
 @pytest.mark.parametrize("checksum", [True, False])
