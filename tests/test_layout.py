@@ -93,13 +93,26 @@ def test_imports_follow_the_arrows(path):
         assert relative in ONLY_IN.get(top, {relative}), f"{relative} imports {name}"
 
 
-def test_the_core_imports_nothing_optional():
-    """Importing a file of the core, or the command that trains, loads no optional subpackage."""
-    graph = {
+def _imports_at_top() -> dict[str, set[str]]:
+    """Returns module → the modules of this package that it imports at its top."""
+    return {
         name: {i.removeprefix("qwen3next_jax.") for i in _imports(path, at_top=True)}
         & MODULES.keys()
         for name, path in MODULES.items()
     }
+
+
+def test_texts_of_bytes_load_no_chat_files():
+    loaded = {
+        name.removeprefix("data.") for name in _reachable(_imports_at_top(), "commands.train")
+    }
+    assert "pipeline" in loaded
+    assert not loaded & {"conversations", "chat_template", "huggingface_tokenizer", "fast_bpe"}
+
+
+def test_the_core_imports_nothing_optional():
+    """Importing a file of the core, or the command that trains, loads no optional subpackage."""
+    graph = _imports_at_top()
     outside = {*OPTIONAL, "commands", "__main__"}
     core = [name for name in graph if name.split(".")[0] not in outside]
     for name in (*core, "commands.train"):

@@ -157,13 +157,13 @@ def _write(path: pathlib.Path, texts: list[str]) -> None:
 
 def make_tokenizer(ranks_file: pathlib.Path, folder: pathlib.Path) -> None:
     """Writes the tokenizer.json that a file of tiktoken's ranks describes, with Qwen's pattern."""
-    from qwen3next_jax.data.tokens import _byte_characters
+    from qwen3next_jax.data.tokens import byte_characters
 
     ranks = {}
     for line in ranks_file.read_bytes().splitlines():
         token, rank = line.split()
         ranks[base64.b64decode(token)] = int(rank)
-    characters = _byte_characters()
+    characters = byte_characters()
 
     def written(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
@@ -257,6 +257,7 @@ def make_index(folder: pathlib.Path) -> None:
             folder_shard_ends=count * groups,
             rows_per_shard=np.full(count * len(groups), (1 << 26) // 4096),
             shard_bytes=np.zeros(count * len(groups), np.int64),
+            shard_heads=np.zeros(count * len(groups), np.int64),
             folder_part_ends=8 * groups,
             part_origins=np.stack(
                 [np.arange(8 * len(groups)), np.zeros(8 * len(groups), np.int64)], 1

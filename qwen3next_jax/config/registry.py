@@ -159,6 +159,10 @@ DATA_SOURCES = {
     ),
     "recorded": "qwen3next_jax.data.recorded:RecordedData",
 }
+# Tokenizers besides that of bytes, by the name of the file that data.tokenizer names.
+TOKENIZERS = {
+    "tokenizer.json": "qwen3next_jax.data.huggingface_tokenizer:HuggingFaceTokenizer",
+}
 # The sources above whose rows are text, with the tokenizer data.tokenizer.
 TEXT_SOURCES = ("text", "recorded")
 

@@ -27,6 +27,29 @@ _NAMED += ("mask_token",)
 _UNMATCHABLE_PREFIX = "\0"
 
 
+def check_ids_of_added_tokens(
+    path: epath.Path, content: Mapping[str, Any], tokenizer: tokenizers.Tokenizer
+) -> None:
+    """Raises UserError if an added token has another id in `tokenizer` than in its tokenizer.json.
+    The tokenizers library gives an added token that the vocabulary lacks the next free id, whatever
+    id the file names.
+
+    Args:
+      path: the tokenizer.json.
+      content: its content.
+      tokenizer: what the tokenizers library read from it.
+    """
+    for token in content.get("added_tokens") or []:
+        text, i = token["content"], token["id"]
+        has = tokenizer.token_to_id(text)
+        require(
+            has == i,
+            f"tokenizer {path}: the added token {text!r} has id {i} there, but the tokenizers "
+            f"library gives it id {has}: write {has} there if the model was trained with it; else "
+            "take the file of the model",
+        )
+
+
 def add_tokens_from_config_files(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
     """Adds to `tokenizer` the tokens in the field `added_tokens_decoder` of tokenizer_config.json;
     without this field, the tokens in added_tokens.json. transformers has the same rule.

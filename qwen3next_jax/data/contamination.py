@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, require, warn
-from qwen3next_jax.data import fast_bpe
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokenized_parts import (
     FORMAT,
@@ -30,7 +29,7 @@ from qwen3next_jax.data.tokenized_parts import (
     find_part_by_key,
     open_part_tokens,
 )
-from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
+from qwen3next_jax.data.tokens import DifferentIds, Tokenizer, same_token_ids
 from qwen3next_jax.data.workers import run_in_workers, usable_cores
 
 NGRAM = 13  # tokens
@@ -114,7 +113,7 @@ def find_contamination(
     parts = find_tokenized_parts(store, tokenizer)
     try:
         documents = tokenizer.encode_documents(texts)
-    except fast_bpe.DifferentIds:
+    except DifferentIds:
         documents = tokenizer.slower_tokenizer.encode_documents(texts)
     index = NgramIndex([ids[:-1] for ids in documents])  # without the end token
     found = np.zeros(len(index.ngrams), bool)

@@ -24,8 +24,7 @@ nothing after the last turn. Outside of the assistant's turns, the end token has
 import dataclasses
 import functools
 import importlib.metadata
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +33,8 @@ from etils import epath
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.data.chat_template import REASONING, ChatTemplate, Message, RenderedConversation
-from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
+from qwen3next_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from qwen3next_jax.data.tokens import Tokenizer
 
 # The loss weights that a message may have, besides 0. The loss divides each weight by the sum S of
 # all weights in a batch, in float32, whose normal numbers are 2^-126 … 2^128. With weights within
@@ -79,6 +79,23 @@ class ChatFormat:
             "jinja2": importlib.metadata.version("jinja2"),
             "tokenizers": importlib.metadata.version("tokenizers"),
         }
+
+    def record_fault(self, messages: Any, objects_on_path: Sequence[Mapping[str, Any]]) -> str:
+        """Returns what is wrong with the messages of a record, or with the objects on the path to
+        them; "" if nothing is.
+        """
+        tools = next(filter(None, map(tools_field_fault, objects_on_path)), "")
+        return conversation_fault(messages) or tools
+
+    def encode(
+        self, conversations: Sequence[Sequence[Message]], tokenizer: HuggingFaceTokenizer
+    ) -> "list[EncodedConversation]":
+        """Encodes conversations in which `record_fault` finds no fault.
+
+        Raises:
+          UserError: rendering exceeds the time or the memory that its process may take.
+        """
+        return encode_conversations(conversations, tokenizer, self.template)
 
 
 def load_chat_format(field: str, spec: str, tokenizer: Tokenizer, date: str = "") -> ChatFormat:
@@ -196,7 +213,9 @@ class EncodedConversation(NamedTuple):
 
 
 def encode_conversations(
-    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, template: ChatTemplate
+    conversations: Sequence[Sequence[Message]],
+    tokenizer: HuggingFaceTokenizer,
+    template: ChatTemplate,
 ) -> list[EncodedConversation]:
     """Encodes conversations in which `conversation_fault` finds no fault.
 
@@ -216,7 +235,7 @@ def encode_conversations(
 
 
 def _encode_conversation(
-    messages: Sequence[Message], rendered: RenderedConversation, tokenizer: Tokenizer
+    messages: Sequence[Message], rendered: RenderedConversation, tokenizer: HuggingFaceTokenizer
 ) -> EncodedConversation:
     def faulty(fault: str) -> EncodedConversation:
         return EncodedConversation("", np.zeros(0, np.int32), np.zeros(0, np.float32), fault)
@@ -237,10 +256,9 @@ def _encode_conversation(
             "no token of it counts in the loss: expected a message of the assistant with a weight "
             "above 0, which the chat template writes"
         )
-    known = [t for t in tokenizer.special_tokens if t not in tokenizer.parse_tokens]
     for i, message in enumerate(messages, start=1):
         for text in _strings_in_json(message):
-            if found := next((token for token in known if token in text), None):
+            if found := tokenizer.find_special_token(text):
                 return faulty(
                     f"message {i} writes out the special token {found!r}: name it in "
                     "data.parse_tokens if it is to be this token"
@@ -283,16 +301,6 @@ def _encode_turns(
     weights_N = np.concatenate(loss_weights)
     weights_N[0] = 0.0  # the first token is not predicted, because no token comes before it
     return np.concatenate(ids).astype(np.int32), weights_N
-
-
-def messages_from_text(text: str) -> list[dict[str, Any]]:
-    """Returns the messages in a JSON text that `messages_as_text` made."""
-    return json.loads(text)
-
-
-def messages_as_text(messages: Sequence[Message]) -> str:
-    """Returns messages as JSON text, the form in which a `readers.Record` holds messages."""
-    return json.dumps(messages, ensure_ascii=False)
 
 
 def _strings_in_json(value: Any) -> Iterator[str]:

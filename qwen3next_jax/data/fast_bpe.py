@@ -1,16 +1,24 @@
 """Byte-level BPE by tiktoken; tiktoken is several times as fast as the tokenizers library.
 
 tiktoken and the tokenizers library merge tokens by different rules: `tokenizers` merges the pairs
-in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. With the
-usual vocabularies, tiktoken and the tokenizers library give the same ids. There is no proof that
-the ids always agree, so `HuggingFaceTokenizer` compares the ids of both libraries for a sample of
-the texts.
+in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. Both merge
+the pair of the lowest rank first. They give the same ids if the merges make every token of
+tiktoken's table from the token's own bytes. For if two neighbours have become X and Y, only merges
+inside of X and Y were made, and these are also made if the bytes of XY stand alone. Alone they
+become XY, so XY is a pair in the list of merges.
+
+The two libraries may still split a text in different ways before merging, because their regular
+expressions are of different libraries. So `HuggingFaceTokenizer` compares the ids of both libraries
+for a sample of the texts.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import tokenizers
+
 from qwen3next_jax.data.added_tokens import is_unmatchable
+from qwen3next_jax.data.tokens import DifferentIds
 
 # GPT-2's pattern. ByteLevel(use_regex=True) splits texts by it.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -20,12 +28,6 @@ _BYTES_OF_TEXT = (*range(0xC0), *range(0xC2, 0xF5))
 # (behavior, invert) of a Split whose pieces are the matches of its pattern. They are the same where
 # the pattern matches all of a text, as the usual ones do.
 _SPLITS = (("Isolated", False), ("Removed", True))
-
-
-class DifferentIds(Exception):
-    """tiktoken and the tokenizers library give a text different ids, or tiktoken rejects a
-    pattern.
-    """
 
 
 def tiktoken_version() -> str | None:
@@ -72,8 +74,8 @@ def tiktoken_table(
     tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int], added: Collection[str]
 ) -> TiktokenTable | None:
     """Returns the `TiktokenTable` of a tokenizer. Returns None if tiktoken cannot give the ids of
-    the tokenizer: the tokenizer is not a plain byte-level BPE, lacks a token for a byte, or has ids
-    in another order than its merges.
+    the tokenizer: the tokenizer is not a plain byte-level BPE, lacks a token for a byte, has ids in
+    another order than its merges, or has merges of which tiktoken could make another token.
 
     Args:
       tokenizer: the content of a tokenizer.json.
@@ -86,20 +88,39 @@ def tiktoken_table(
     is_plain = model.get("type") == "BPE" and not any(model.get(option) for option in options)
     if pattern is None or not is_plain:
         return None
-    merged = ["".join(m) if isinstance(m, list) else m.replace(" ", "") for m in model["merges"]]
-    unmerged = set() if model.get("ignore_merges") else {t for t in added if len(t) > 1} - {*merged}
-    ranks = {}
+    pairs = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+    listed = {*pairs}
+    ranks, bytes_of_token = {}, {}
     for token, i in model["vocab"].items():
-        if is_unmatchable(token) or token in unmerged:
+        if is_unmatchable(token):
             continue
         if not set(token) <= bytes_of.keys():
             if token in added:
                 continue
             return None
-        ranks[bytes(bytes_of[character] for character in token)] = i
-    ids = [model["vocab"].get(token, -1) for token in merged]
+        bytes_of_token[token] = bytes(bytes_of[character] for character in token)
+        ranks[bytes_of_token[token]] = i
+    whole_texts_first = model.get("ignore_merges")
+    for token in _tokens_without_merges(model["vocab"], pairs, bytes_of_token):
+        if not whole_texts_first or token in added:
+            del ranks[bytes_of_token[token]]
+        elif not all(pair in listed for pair in _halves(token) if bytes_of_token.keys() >= {*pair}):
+            return None  # a piece that is the token has its id, but a longer one may not contain it
+    ids = [model["vocab"].get(left + right, -1) for left, right in pairs]
     has_all_bytes = all(bytes([byte]) in ranks for byte in _BYTES_OF_TEXT)
     return TiktokenTable(pattern, ranks) if has_all_bytes and ids == sorted(ids) else None
+
+
+def _tokens_without_merges(
+    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], tokens: Iterable[str]
+) -> list[str]:
+    """Returns those of `tokens` that the merges of a BPE do not make from the token's bytes."""
+    model = tokenizers.models.BPE(vocabulary, merges)
+    return [t for t in tokens if [one.id for one in model.tokenize(t)] != [vocabulary[t]]]
+
+
+def _halves(token: str) -> list[tuple[str, str]]:
+    return [(token[:i], token[i:]) for i in range(1, len(token))]
 
 
 def _faster_pattern(pattern: str) -> str:

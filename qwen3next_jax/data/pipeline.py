@@ -9,21 +9,21 @@ of processes.
 import concurrent.futures
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import as_user_error
+from qwen3next_jax.common.errors import as_user_error, warn
 from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
-from qwen3next_jax.data.conversations import ChatFormat, load_chat_format
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, PreparedSource, Progress, RowRecipe
 from qwen3next_jax.data.rows import PackedRow
-from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.sources import MessagesFormat, Source, is_remote
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # The arrays of a batch, or of one row (then without the axis B_local, the rows of this process):
@@ -523,7 +523,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     all sources before preparation begins, so that a mistake in the last glob of `data.path` is
     reported at once.
     """
-    return [
+    found = [
         preparation.find_source_files(
             Source(
                 one.glob,
@@ -539,11 +539,34 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
         )
         for one in config.sources
     ]
+    _warn_of_repeated_files(found)
+    return found
 
 
-def _chat_format_of(field: str, config: DataConfig, tokenizer: Tokenizer) -> ChatFormat | None:
+def _warn_of_repeated_files(sources: Sequence[Source]) -> None:
+    """Warns of local files of which two sources read the same field, as overlapping globs do."""
+    source_of: dict[tuple[str, str], str] = {}
+    repeated = []
+    for source in sources if len(sources) > 1 else ():
+        field = source.chat_format.messages_field if source.chat_format else source.text_field
+        for file in source.files:
+            if source.text_is_gone or is_remote(os.fspath(file.path)):
+                continue
+            other = source_of.setdefault((os.path.realpath(file.path), field), source.name)
+            if other != source.name:
+                repeated.append(f"{file.path} by {other!r} and {source.name!r}")
+    if repeated:
+        warn(
+            f"data.path: {len(repeated):,} files are read twice, such as {repeated[0]}: their "
+            "documents occur in two sources"
+        )
+
+
+def _chat_format_of(field: str, config: DataConfig, tokenizer: Tokenizer) -> MessagesFormat | None:
     if not field:
         return None
+    from qwen3next_jax.data.conversations import load_chat_format  # only chats need this file
+
     return load_chat_format(field, config.tokenizer, tokenizer, config.template_date)
 
 

@@ -315,6 +315,15 @@ def tokenize_source(
             "be noticed; zstd --check writes them"
         )
 
+    lines = [
+        jobs[n].file for n in todo if readers.looks_like_json_lines(jobs[n].file, source.text_field)
+    ]
+    if lines:
+        warn(
+            f"{source.name}: {len(lines)} files are read as one text each, but seem to hold JSON "
+            f"lines, such as {lines[0].path}: files of JSON lines have names that end in .jsonl"
+        )
+
     def show(item: int, done: int) -> None:
         read[todo[item]] = done
         progress(source.name, sum(read.values()) if len(read) < 1000 else done, total)

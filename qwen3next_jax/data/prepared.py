@@ -29,7 +29,7 @@ from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 
-_FORMAT = 3  # of the index
+_FORMAT = 4  # of the index
 # Share of the bytes by which tokens may differ from the texts: some tokenizers compose accents
 # (NFC), which changes a few bytes.
 _MISCOUNTED = 1e-3
@@ -161,6 +161,7 @@ def write_index(store: Store, name: str, prepared: Sequence[PreparedSource]) -> 
                 return  # another process has removed a file
             arrays[f"{i}.{side}.shard_ends"] = table.folder_shard_ends
             arrays[f"{i}.{side}.rows"] = table.rows_per_shard
+            arrays[f"{i}.{side}.heads"] = table.shard_heads
             arrays[f"{i}.{side}.files"] = found
         found = _sizes_and_times(_metadata_paths(table), listed)
         if found is None:
@@ -263,6 +264,7 @@ def _open_indexed_source(
             folder_shard_ends=arrays[f"{i}.{side}.shard_ends"],
             rows_per_shard=arrays[f"{i}.{side}.rows"],
             shard_bytes=files[:, 0],
+            shard_heads=arrays[f"{i}.{side}.heads"],
             **shared,
         )
         if not _files_are_unchanged(table.shard_paths(), files, listed):

@@ -32,8 +32,8 @@ from etils import epath
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message, warn
-from qwen3next_jax.data import conversations, fields, token_files
-from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
+from qwen3next_jax.data import fields, token_files
+from qwen3next_jax.data.sources import MessagesFormat, Source, SourceFile, content_digest, is_remote
 from qwen3next_jax.data.text import LONG, Text, is_blank, is_long_text, text_of_long_json
 
 # Larger files are tokenized in several parts. Several workers can then tokenize one file, and when
@@ -235,11 +235,10 @@ def read_records(
 
 
 def read_conversations(
-    file: SourceFile, part: Part, messages_field: str, bad: "BadRecords"
+    file: SourceFile, part: Part, form: MessagesFormat, bad: "BadRecords"
 ) -> Iterator[Record]:
-    """Yields the records of a part of a JSON file. The text of a record is its messages in the form
-    of `conversations.messages_as_text`. A record whose messages are no conversation is a bad record
-    (`conversations.conversation_fault`).
+    """Yields the records of a part of a JSON file. The text of a record is its messages as JSON. A
+    record whose messages are no conversation is a bad record.
 
     Raises:
       UserError: the file is no JSON file, or the file or a record cannot be read.
@@ -247,11 +246,11 @@ def read_conversations(
     read = _READERS.get(file_format(file))
     if read not in (_read_json_file, _read_json_lines):
         raise UserError(
-            f"{file.path}: data.messages_field = {messages_field!r} reads conversations from "
+            f"{file.path}: data.messages_field = {form.messages_field!r} reads conversations from "
             ".jsonl and .json files: expected such a file"
         )
     with _read_errors_as_user_errors(file.path):
-        yield from read(file, part, messages_field, bad, messages=True)
+        yield from read(file, part, form.messages_field, bad, form)
 
 
 @contextlib.contextmanager
@@ -437,17 +436,32 @@ def _read_text_file(
     if is_long_text(data):
         yield Record(0, data.removeprefix(codecs.BOM_UTF8), file.size)
         return
+    if data.startswith(_LFS_POINTER) and len(data) < _LONGEST_LFS_POINTER:
+        what = "it is a pointer of Git LFS instead of a text: git lfs pull gets the text"
+        bad.leave_out(0, where, "Git LFS pointer", what)
+        yield Record(0, None, file.size)
+        return
     text = _decode_or_mend(data, bad, where)
     if text is not None:
         text = _valid_or_mended_text(text.removeprefix("\ufeff"), bad, where)
     yield Record(0, text, file.size)
 
 
+# How the file begins that stands in a Git repository in place of a file of Git LFS, and the number
+# of bytes below which such a file stays, as Git LFS specifies.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+_LONGEST_LFS_POINTER = 1024
+
+
 def _read_json_lines(
-    file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
+    file: SourceFile,
+    part: Part,
+    field: str,
+    bad: BadRecords,
+    form: MessagesFormat | None = None,
 ) -> Iterator[Record]:
-    """Yields the records of JSON lines. The text of a record is the text in `field` or, if
-    `messages` is true, the messages in `field`.
+    """Yields the records of JSON lines. The text of a record is the text in `field` or, if `form`
+    is given, the messages in `field`.
     """
     with file.path.open("rb") as raw:
         raw.seek(part.start)
@@ -461,7 +475,7 @@ def _read_json_lines(
                 if not is_compressed and offset >= part.stop:
                     return
                 where = RecordPlace(file, part, number)
-                text = _text_of_json_line(line, field, bad, where, offset, messages)
+                text = _text_of_json_line(line, field, bad, where, offset, form)
                 offset += len(line)
                 del line  # frees memory: a line may be large
                 position = raw.tell() if is_compressed else offset
@@ -476,16 +490,21 @@ def _read_json_lines(
 
 
 def _text_of_json_line(
-    line: bytes, field: str, bad: BadRecords, where: RecordPlace, offset: int, messages: bool
+    line: bytes,
+    field: str,
+    bad: BadRecords,
+    where: RecordPlace,
+    offset: int,
+    form: MessagesFormat | None,
 ) -> Text | None:
-    if len(line) >= LONG and not messages:
+    if len(line) >= LONG and not form:
         long_text = text_of_long_json(line, field)
         if long_text is not None:
             return long_text
     text = _decode_or_mend(line, bad, where, offset)
     if text is None:
         return None
-    return _text_of_json_record(text.removeprefix("\ufeff"), field, bad, where, messages)
+    return _text_of_json_record(text.removeprefix("\ufeff"), field, bad, where, form)
 
 
 _DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # gzip and pyarrow raise OSError
@@ -512,6 +531,21 @@ def lacks_zstd_checksum(file: SourceFile) -> bool:
     return len(start) == 5 and start[:4] == b"\x28\xb5\x2f\xfd" and not start[4] & 4
 
 
+def looks_like_json_lines(file: SourceFile, text_field: str) -> bool:
+    """Whether a local file, which by its name is one text, begins with a line of JSON that has the
+    field `text_field`.
+    """
+    if file_format(file) != "text" or is_remote(os.fspath(file.path)):
+        return False
+    with _read_errors_as_user_errors(file.path), file.path.open("rb") as stream:
+        line = stream.readline(LONG)
+    try:
+        found = fields.find_field(json_files.parse(line.removeprefix(codecs.BOM_UTF8)), text_field)
+    except ValueError:
+        return False
+    return isinstance(found.value, str)
+
+
 def _compression_of(file: SourceFile) -> str:
     name = file.path.name.lower()
     if name.endswith(".gz"):
@@ -520,7 +554,11 @@ def _compression_of(file: SourceFile) -> str:
 
 
 def _read_json_file(
-    file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
+    file: SourceFile,
+    part: Part,
+    field: str,
+    bad: BadRecords,
+    form: MessagesFormat | None = None,
 ) -> Iterator[Record]:
     """Yields the records of a .json file, which holds either JSON lines or one array of records.
     The arguments are those of `_read_json_lines`.
@@ -530,7 +568,7 @@ def _read_json_file(
         try:
             first = stream.read(1 << 12)
             if first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                yield from _read_json_array(file, part, first + stream.read(), field, bad, messages)
+                yield from _read_json_array(file, part, first + stream.read(), field, bad, form)
                 return
         except _DECOMPRESSION_ERRORS as error:
             if not is_compressed:
@@ -538,11 +576,16 @@ def _read_json_file(
             what = f"damaged {_compression_of(file)} file ({error_message(error)})"
             bad.leave_out(0, RecordPlace(file, part, 0), "damaged compression", what)
             return
-    yield from _read_json_lines(file, part, field, bad, messages)
+    yield from _read_json_lines(file, part, field, bad, form)
 
 
 def _read_json_array(
-    file: SourceFile, part: Part, data: bytes, field: str, bad: BadRecords, messages: bool
+    file: SourceFile,
+    part: Part,
+    data: bytes,
+    field: str,
+    bad: BadRecords,
+    form: MessagesFormat | None,
 ) -> Iterator[Record]:
     where = RecordPlace(file, part, 0)
     content = _decode_or_mend(data, bad, where)
@@ -559,11 +602,17 @@ def _read_json_array(
             what = f"not JSON from element {number + 1} of the array on ({error})"
             bad.leave_out(number, where, "broken JSON", what)
             return
-        text = _text_of_json_record(content[found.start(1) : end], field, bad, where, messages)
+        text = _text_of_json_record(content[found.start(1) : end], field, bad, where, form)
         number, position = number + 1, end
         yield Record(number - 1, text, file.size * end // len(content))
     if not found:
         what = f"not JSON: the array breaks off after element {number}"
+        bad.leave_out(number, RecordPlace(file, part, number), "broken JSON", what)
+    elif content[found.end() :].strip():
+        what = (
+            f"not JSON: the array ends after element {number}, and more follows: expected one "
+            "array in a file"
+        )
         bad.leave_out(number, RecordPlace(file, part, number), "broken JSON", what)
 
 
@@ -574,7 +623,7 @@ _ONE_RECORD_A_LINE = "expected JSON lines, with one record a line, or an array o
 
 
 def _text_of_json_record(
-    line: str, field: str, bad: BadRecords, where: RecordPlace, messages: bool
+    line: str, field: str, bad: BadRecords, where: RecordPlace, form: MessagesFormat | None
 ) -> str | None:
     if not line.strip():
         return None
@@ -590,19 +639,16 @@ def _text_of_json_record(
         return None
     found = fields.find_field(record, field)
     if found.fault:
-        setting = "messages_field" if messages else "text_field"
+        setting = "messages_field" if form else "text_field"
         what = f"{found.fault}; name the right one with data.{setting}"
         bad.leave_out(where.index_in_part, where, "no such field", what)
         return None
     value, where = found.value, dataclasses.replace(where, field=field)
-    if messages:
-        tools_fault = next(
-            filter(None, map(conversations.tools_field_fault, found.objects_on_path)), ""
-        )
-        if fault := conversations.conversation_fault(value) or tools_fault:
+    if form:
+        if fault := form.record_fault(value, found.objects_on_path):
             bad.leave_out(where.index_in_part, where, "no conversation", fault)
             return None
-        value = conversations.messages_as_text(value)
+        value = json.dumps(value, ensure_ascii=False)
     return _valid_or_mended_text(value, bad, where)
 
 

@@ -39,6 +39,9 @@ class RemoteShard:
     """An open shard in a bucket. A RemoteShard has the methods of ArrayRecord's reader that `rows`
     calls.
 
+    Attributes:
+      head: the first bytes of the shard, at most `_PAGE`.
+
     Raises:
       ValueError: the shard has no index that can be read. StoreError: the bucket does not answer.
     """
@@ -64,7 +67,8 @@ class RemoteShard:
             with local.open("wb") as file:
                 file.truncate(size)
             self._file = os.open(local, os.O_RDWR)
-            os.pwrite(self._file, path.read_bytes(0, _BLOCK_HEADER + _CHUNK_HEADER.size), 0)
+            self.head = path.read_bytes(0, min(_PAGE, size))
+            os.pwrite(self._file, self.head, 0)
             os.pwrite(self._file, tail[index - start :], index)
             self._reader = open_reader(local)
             self._index = index

@@ -15,7 +15,7 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, short_repr
 from qwen3next_jax.data import store as stores
 from qwen3next_jax.data.packing import Documents, Packer, Rows
-from qwen3next_jax.data.rows import RowWriter, shard_name, token_dtype
+from qwen3next_jax.data.rows import RowWriter, Shard, shard_name, token_dtype
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokenized_parts import TokenizedPart, open_part_tokens, open_part_weights
 from qwen3next_jax.data.tokens import Tokenizer
@@ -452,8 +452,9 @@ def _metadata_fault(content: dict) -> str:
             counts, shards = content["statistics"][side], content["shards"][side]
             rows = [shard["rows"] for shard in shards]
             numbers = [*counts.values(), *rows, *(shard["size"] for shard in shards)]
+            numbers += [shard.get("head", 0) for shard in shards]
             names = [shard["file"] for shard in shards]
-            fields = [shard.keys() == {"file", "rows", "size"} for shard in shards]
+            fields = [shard.keys() | {"head"} == _SHARD_FIELDS for shard in shards]
         except (KeyError, TypeError, AttributeError, IndexError):
             return f"no statistics or shards of {side}"
         if not counts.keys() <= known or "rows" not in counts or not all(fields):
@@ -468,3 +469,4 @@ def _metadata_fault(content: dict) -> str:
 
 
 _LONGEST = 1 << 30  # tokens of a row
+_SHARD_FIELDS = {field.name for field in dataclasses.fields(Shard)}

@@ -35,11 +35,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message
 from qwen3next_jax.common.storage import BucketPath, StoreError, files_in
 from qwen3next_jax.data.packing import Rows
 
 _SHARD_BYTES = 1 << 28  # uncompressed
+# So many bytes at the beginning of a shard hold a hash of its first rows. By them, another shard of
+# the same size is noticed: ArrayRecord fills files up to whole blocks of 64 KiB.
+_HEAD_BYTES = 1 << 12
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
 _INTEGER = np.dtype("<u4")
 # Number of tokens in a chunk of short rows. With one row in each chunk, writing would take twice
@@ -52,6 +56,8 @@ class Shard:
     file: str  # name within the directory
     rows: int
     size: int  # bytes on disk
+    # `_head_digest` of the first `_HEAD_BYTES` bytes; 0: unknown, the shard is of an older version
+    head: int = 0
 
 
 def token_dtype(name: str, weighted: bool) -> np.dtype:
@@ -138,7 +144,8 @@ class RowWriter:
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.close()
         self._writer = None
-        shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
+        head = _head_digest(_read_head(self._path))
+        shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size, head)
         # Opening the shard as a reader does checks that it holds all rows.
         _open_shard(self._path, shard, self.rows_per_chunk).close()
         self._shards.append(shard)
@@ -192,6 +199,7 @@ class ShardTable:
       folder_shard_ends: int64 [F], number of shards up to the end of each folder.
       rows_per_shard: int64 [S], number of rows of each shard.
       shard_bytes: int64 [S], number of bytes of each shard.
+      shard_heads: int64 [S], `Shard.head` of each shard.
       folder_part_ends: int64 [F], number of parts up to the end of each folder.
       part_origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
         records before the part. `part_origins` is [0, 2] if the origins of rows are not needed.
@@ -206,6 +214,7 @@ class ShardTable:
     folder_shard_ends: np.ndarray
     rows_per_shard: np.ndarray
     shard_bytes: np.ndarray
+    shard_heads: np.ndarray
     folder_part_ends: np.ndarray
     part_origins: np.ndarray
     has_loss_weights: bool = False
@@ -244,6 +253,7 @@ class ShardTable:
             np.cumsum([len(folder_shards) for folder_shards in shards], dtype=np.int64),
             np.array([shard.rows for shard in flat], np.int64),
             np.array([shard.size for shard in flat], np.int64),
+            np.array([shard.head for shard in flat], np.int64),
             np.array(part_ends, np.int64),
             np.array(origins, np.int64).reshape(-1, 2),
             metadata[0].get("weighted", False),
@@ -261,7 +271,8 @@ class ShardTable:
         folder = self.folder_of_shard(number)
         first = int(self.folder_shard_ends[folder - 1]) if folder else 0
         name = shard_name(self.split, number - first)
-        shard = Shard(name, int(self.rows_per_shard[number]), int(self.shard_bytes[number]))
+        numbers = (self.rows_per_shard, self.shard_bytes, self.shard_heads)
+        shard = Shard(name, *(int(of_shard[number]) for of_shard in numbers))
         return self.folder_path(folder) / name, shard
 
     def shard_paths(self) -> Iterator[str]:
@@ -434,6 +445,33 @@ def _check_shard_size(path: pathlib.Path, shard: Shard) -> None:
         raise _damaged_shard_error(path, f"it has {size} bytes instead of {shard.size}")
 
 
+def _read_head(path: pathlib.Path) -> bytes:
+    """Returns the first `_HEAD_BYTES` bytes of a shard.
+
+    Raises:
+      UserError: the shard cannot be opened, such as because too many files are open.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise UserError(
+            f"shard {path} cannot be opened ({error_message(error)}); this process may open "
+            f"{limit} files: raise the limit with ulimit -n"
+        ) from error
+
+
+def _head_digest(head: bytes) -> int:
+    """Returns the first 60 bits of the SHA-256 of a shard's first bytes."""
+    return int(digests.sha256(head)[:15], 16)
+
+
+def _check_head(path: pathlib.Path | BucketPath, shard: Shard, head: bytes) -> None:
+    if shard.head and _head_digest(head) != shard.head:
+        raise _damaged_shard_error(path, "it begins with other rows: it may be another shard")
+
+
 def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: int) -> Any:
     expected = -(-shard.rows // rows_per_chunk)
     if isinstance(path, BucketPath):
@@ -443,22 +481,16 @@ def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: i
             reader = RemoteShard(path, shard.size, open_array_record)
         except ValueError as error:
             raise _damaged_shard_error(path, str(error)) from error
+        _check_head(path, shard, reader.head)
         if (chunks := reader.num_records()) != expected:
             raise _damaged_shard_error(path, f"it has {chunks} chunks instead of {expected}")
         return reader
     _check_shard_size(path, shard)
+    _check_head(path, shard, _read_head(path))
     reader = open_array_record(path)
     chunks = reader.num_records()
     if chunks != expected:
-        # ArrayRecord finds no records in a file that it could not open.
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            raise UserError(
-                f"shard {path} cannot be opened ({error_message(error)}); this process may open "
-                f"{limit} files: raise the limit with ulimit -n"
-            ) from error
+        _read_head(path)  # ArrayRecord finds no records in a file that it could not open
         raise _damaged_shard_error(path, f"it has {chunks} readable chunks instead of {expected}")
     return reader
 

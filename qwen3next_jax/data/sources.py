@@ -13,7 +13,8 @@ import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from etils import epath
 
@@ -24,10 +25,10 @@ from qwen3next_jax.common.errors import (
     did_you_mean,
     error_message,
     join_first,
+    require,
     warn,
 )
 from qwen3next_jax.common.installation import how_to_install
-from qwen3next_jax.data.conversations import ChatFormat
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -94,6 +95,26 @@ TEXT_SUFFIXES = (
 )
 
 
+class MessagesFormat(Protocol):
+    """How the conversations of a source become tokens (`conversations.ChatFormat`).
+
+    Attributes:
+      messages_field: the field of a record that holds the messages.
+      identity: JSON values that, with the tokenizer, determine the tokens of every record.
+    """
+
+    messages_field: str
+    identity: Mapping[str, str]
+
+    def record_fault(self, messages: Any, objects_on_path: Sequence[Mapping[str, Any]]) -> str:
+        """Returns what is wrong with the messages of a record, or with the objects on the path to
+        them; "" if nothing is.
+        """
+
+    def encode(self, conversations: Sequence[Any], tokenizer: Any) -> Sequence[Any]:
+        """Returns a `conversations.EncodedConversation` for each conversation."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
     path: epath.Path
@@ -122,7 +143,7 @@ class Source:
     # then the `mtime_or_checksum` of `files` is unknown.
     text_is_gone: bool = False
     # of records with messages: how they become tokens; then `text_field` is not read
-    chat_format: ChatFormat | None = None
+    chat_format: MessagesFormat | None = None
 
     @property
     def size(self) -> int:
@@ -215,6 +236,11 @@ def _local_files(path: str) -> list[SourceFile]:
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else _glob(expanded)
+    require(
+        os.path.exists(expanded) or all("**" not in p or p == "**" for p in expanded.split("/")),
+        f"data.path {path!r}: ** beside other characters would enter no folder: expected ** alone "
+        "between slashes, such as texts/**/*.jsonl",
+    )
     return _distinct_files(
         found, _folder_before_wildcard(expanded) or ("/" if expanded.startswith("/") else ".")
     )

@@ -18,6 +18,7 @@ import array
 import contextlib
 import dataclasses
 import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
@@ -27,15 +28,14 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, WrittenByOlderVersion, require
-from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
-from qwen3next_jax.data.conversations import ChatFormat
+from qwen3next_jax.data import readers, token_files
 from qwen3next_jax.data.readers import BadRecords, Part, Record
-from qwen3next_jax.data.sources import SourceFile
+from qwen3next_jax.data.sources import MessagesFormat, SourceFile
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.text import Text, batches_by_size, byte_count, is_blank, text_pieces
-from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
+from qwen3next_jax.data.tokens import DifferentIds, Tokenizer, miscounted_bytes
 
-FORMAT = 4  # raise it when the same text no longer gives the same part
+FORMAT = 5  # raise it when the same text no longer gives the same part
 _BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
 
 DOCUMENT = np.dtype(
@@ -71,7 +71,7 @@ class TokenizeJob:
     on_bad_text: str = "stop"
     bad_records: str = "stop"
     digest: str = ""
-    chat_format: ChatFormat | None = None
+    chat_format: MessagesFormat | None = None
 
     @property
     def holds_texts(self) -> bool:
@@ -216,7 +216,7 @@ def tokenize_part(
         return job.digest, part
     try:
         return job.digest, _write_tokenized_part(job, tokenizer, store, progress)
-    except fast_bpe.DifferentIds:
+    except DifferentIds:
         assert tokenizer.slower_tokenizer
         return job.digest, _write_tokenized_part(job, tokenizer.slower_tokenizer, store, progress)
 
@@ -375,16 +375,14 @@ def encoded_documents(
 
 
 def _encoded_conversations(
-    job: TokenizeJob, chat_format: ChatFormat, tokenizer: Tokenizer, bad: BadRecords
+    job: TokenizeJob, chat_format: MessagesFormat, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[_EncodedBatch]:
     """Yields the conversations of a part in batches, for `encoded_documents`."""
-    for batch in _batch_records(
-        readers.read_conversations(job.file, job.part, chat_format.messages_field, bad)
-    ):
+    for batch in _batch_records(readers.read_conversations(job.file, job.part, chat_format, bad)):
         filled = [record for record in batch if record.text]
-        messages = [conversations.messages_from_text(record.text) for record in filled]
+        messages = [json.loads(record.text) for record in filled]
         documents = []
-        encoded = conversations.encode_conversations(messages, tokenizer, chat_format.template)
+        encoded = chat_format.encode(messages, tokenizer)
         for record, one in zip(filled, encoded, strict=True):
             if one.fault:
                 where = readers.RecordPlace(job.file, job.part, record.index_in_part)

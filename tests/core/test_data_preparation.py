@@ -36,13 +36,13 @@ from qwen3next_jax.data import (
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.digest_cache import DigestCache
-from qwen3next_jax.data.pipeline import TextData
+from qwen3next_jax.data.pipeline import TextData, find_sources
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize_source
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, RowRecipe
 from qwen3next_jax.data.sources import NothingFound, find_source_of_glob
 from qwen3next_jax.data.store import Store, write_json_with_digest
 from qwen3next_jax.data.text import LONG
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.tokens import DifferentIds, load_tokenizer
 from tests.corpora import TEXTS, jsonl, write_jsonl
 from tests.refusals import refused
 
@@ -822,6 +822,40 @@ def test_verify_finds_every_change(name, two_sources, tmp_path):
     assert all(damage.isprintable() for damage in damages)
 
 
+def test_another_shard_of_the_same_size_is_noticed(tmp_path):
+    """Also by a run that starts: its index does not fit, and its shards are opened anew."""
+    configs = []
+    for i in range(2):
+        write_jsonl(tmp_path / f"{i}.jsonl", [f"{i} {'ab'[i] * 40}" for _ in range(50)])
+        configs.append(DataConfig(path=f"{tmp_path}/{i}.jsonl", prepared_dir=f"{tmp_path}/p"))
+    before = [TextData(config, 64, 4) for config in configs]
+    shards = [next(data._prepared[0].rows[TRAIN].table.shard_paths()) for data in before]
+    contents = [pathlib.Path(shard).read_bytes() for shard in shards]
+    assert len(contents[0]) == len(contents[1])
+    assert before[0].rows == before[1].rows
+    pathlib.Path(shards[0]).write_bytes(contents[1])
+    with refused(shards[0]):
+        TextData(configs[0], 64, 4)
+    assert [damage for _, damage in verify(tmp_path / "p") if damage]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonlines", "txt"])
+def test_json_lines_of_other_names_are_said(ending, tmp_path, capsys):
+    write_jsonl(tmp_path / f"a.{ending}", TEXTS[:50])
+    run(f"{tmp_path}/a.{ending}", tmp_path / "p")
+    assert (f"a.{ending}" in capsys.readouterr().err) == (ending != "jsonl")
+
+
+@pytest.mark.parametrize("second", ["a.jsonl", "link.jsonl", "b.jsonl"])
+def test_a_file_of_two_globs_is_said(second, tmp_path, capsys):
+    for name, some in (("a.jsonl", TEXTS[:60]), ("b.jsonl", TEXTS[60:])):
+        write_jsonl(tmp_path / name, some)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    path = f"{tmp_path}/a.*,{tmp_path}/{second}"
+    find_sources(DataConfig(path=path, prepared_dir=f"{tmp_path}/p"), load_tokenizer("bytes"))
+    assert (second in capsys.readouterr().err) == (second != "b.jsonl")
+
+
 @pytest.mark.parametrize("checksum", [True, False])
 def test_compressed_text_without_checksums_is_said(checksum, tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:50])
@@ -977,7 +1011,7 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     def differs_in_the_second_file(self, text):
         calls.append(text)
         if len(calls) == 2:
-            raise fast_bpe.DifferentIds
+            raise DifferentIds
         compare(self, text)
 
     monkeypatch.setattr(type(tokenizer), "_check_same_ids", differs_in_the_second_file)

@@ -216,6 +216,15 @@ def test_globs_are_recursive_and_sorted(tmp_path, monkeypatch):
     )
 
 
+def test_a_glob_that_enters_no_folder_is_refused(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "in/b.txt", "**.md"):
+        (tmp_path / name).write_text(name)
+    with refused("**.txt"):
+        read(tmp_path / "**.txt")
+    assert [text for _, text in read(tmp_path / "**.md")] == ["**.md"]
+
+
 def test_a_folder_is_its_text_files(tmp_path, capsys):
     for name in ("[1]/a.txt", "[1]/b/c.MD", "[1]/image.png", "[1]/.hidden.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -475,6 +484,9 @@ def test_remote_paths_are_read_and_globbed(monkeypatch, no_cached_filesystem):
         list(read_documents(sources.Source("a", (file,), "text")))
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+
+
 def _surrogate(path):
     path.write_bytes(b'{"text": "fine"}\n{"text": "\\ud800"}\n')
 
@@ -508,6 +520,8 @@ BAD = {
     "text.json": (lambda p: p.write_bytes(b"just text"), [":1", "JSON"]),
     "cut.json": (lambda p: p.write_bytes(ARRAY[:-3]), [":3", "JSON", "3"]),
     "open.json": (lambda p: p.write_bytes(ARRAY[:-1]), ["3"]),
+    "two.json": (lambda p: p.write_bytes(ARRAY + b"\n" + ARRAY), [":4", "3"]),
+    "pointer.txt": (lambda p: p.write_bytes(LFS_POINTER), ["git lfs pull"]),
     "broken.arrow": (lambda p: p.write_bytes(b"nothing of use"), []),
     "cut.arrow": (
         lambda p: (

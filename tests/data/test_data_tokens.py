@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import cuts, fast_bpe, tokens
+from qwen3next_jax.data import cuts, huggingface_tokenizer, tokens
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.inference.streaming import DecodeStream
@@ -116,7 +116,8 @@ def test_long_texts_get_the_same_ids(tokenizer, monkeypatch):
                 patch.setattr(cuts, "LONGEST", longest)
                 patch.setattr(cuts, "_AROUND", 3)
                 patch.setattr(texts, "_PIECE", piece)
-                patch.setattr(tokens, "_ENCODED_AT_ONCE", 10)
+                for module in (tokens, huggingface_tokenizer):
+                    patch.setattr(module, "_ENCODED_AT_ONCE", 10)
                 long = np.concatenate(list(tokenizer.encode_long_text(text.encode())))
             np.testing.assert_array_equal(short, long)
 
@@ -266,12 +267,36 @@ def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, t
     for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
         np.testing.assert_array_equal(one, other)
     assert fast.fingerprint == slow.fingerprint
-    # A vocabulary whose merges are not those that its tokens suggest.
+    # Letters are those of ASCII alone to tiktoken.
     content = json.loads(open(byte_level, encoding="utf-8").read())
-    content["model"]["merges"] = content["model"]["merges"][:-20]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(fast_bpe.DifferentIds):
-        load_tokenizer(str(tmp_path)).encode_documents(TRAINING)
+    split = {"type": "Split", "pattern": {"Regex": "[[:alpha:]]+|[^[:alpha:]]+"}}
+    split |= {"behavior": "Isolated", "invert": False}
+    steps = [split, content["pre_tokenizer"] | {"use_regex": False}]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    content["model"]["vocab"]["tÃ"] = len(content["model"]["vocab"])
+    content["model"]["merges"].append(["t", "Ã"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    with pytest.raises(tokens.DifferentIds):
+        load_tokenizer(str(tmp_path)).encode_documents(["été"])
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+@pytest.mark.parametrize(
+    "merges", [[], ["h e", "e l", "h el"], ["h e", "e l", "he l"], ["h e", "e l", "he l", "h el"]]
+)
+def test_tiktoken_merges_as_the_tokenizer_does(byte_level, tmp_path, merges, ignore_merges):
+    """Whichever merges make a token, and if none do: also in texts that no sample holds."""
+    pytest.importorskip("tiktoken")
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    ids = {c: i for i, c in enumerate(tokens.byte_characters())}
+    ids |= {t: 256 + i for i, t in enumerate(["he", "el", "hel", END_OF_TEXT, "<|im_end|>"])}
+    content["model"] |= {"vocab": ids, "merges": merges, "ignore_merges": ignore_merges}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    fast = load_tokenizer(str(tmp_path))
+    texts = [*["other words"] * 9, "hel", "xhel", "helo hel", "he", "elel"]
+    slow = fast.slower_tokenizer or fast
+    for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @given(st.lists(any_text, max_size=5))
@@ -331,6 +356,14 @@ def _counted(tokenizer, text):
     return int(tokenizer.token_byte_counts[ids].sum())
 
 
+def _with_ids_of_library(content):
+    """Gives the added tokens of a tokenizer.json the ids that the library gives them."""
+    library = tokenizers.Tokenizer.from_str(json.dumps(content))
+    for token in content["added_tokens"]:
+        token["id"] = library.token_to_id(token["content"])
+    return content
+
+
 @pytest.fixture
 def with_spaces(byte_fallback):
     """A tokenizer whose ▁ stands for spaces, and whose ▁▁▁▁ for four."""
@@ -341,7 +374,7 @@ def with_spaces(byte_fallback):
     run = {"id": 0, "content": "▁▁▁▁", "special": False, "normalized": True}
     run |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     content["added_tokens"].append(run)
-    return content
+    return _with_ids_of_library(content)
 
 
 def test_a_run_of_spaces_counts_its_bytes(with_spaces, tmp_path):
@@ -439,6 +472,40 @@ def test_tokens_of_the_config_that_do_not_fit_are_refused(added, named):
         load_tokenizer(added[0])
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "text"), [("none", "a<t>"), ("lower", "a<T>"), ("NFKC", "a＜t＞")]
+)
+def test_special_tokens_of_normalized_text_are_found(byte_level, tmp_path, normalizer, text):
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    token = dict.fromkeys(FLAGS, False) | {"content": "<t>", "special": True, "normalized": True}
+    content["added_tokens"].append(token | {"id": 0})
+    content["normalizer"] = NORMALIZERS[normalizer]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    assert load_tokenizer(str(tmp_path)).find_special_token(text) == "<t>"
+    assert load_tokenizer(str(tmp_path)).find_special_token("a<b>") is None
+    assert load_tokenizer(str(tmp_path), None, ["<t>"]).find_special_token(text) is None
+
+
+def test_other_ids_than_the_files_are_refused(byte_level, tmp_path):
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    content["added_tokens"][-1]["id"] += 7  # the library gives it the next free id all the same
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    token = content["added_tokens"][-1]
+    with refused("tokenizer.json", token["content"], token["id"]):
+        load_tokenizer(str(tmp_path))
+
+
+def test_two_tokens_of_one_id_are_refused(byte_level, tmp_path):
+    """Such as a letter and, because of an unused id, the token that the library adds."""
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["é"] = len(vocabulary) + 1
+    content["added_tokens"].append({"id": 0, "content": "<t>"} | dict.fromkeys(FLAGS, False))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    with refused("tokenizer.json", "'é'", "<t>", vocabulary["é"]):
+        load_tokenizer(str(tmp_path))
+
+
 def test_ambiguous_tokenizers_are_refused(byte_level, tmp_path):
     content = json.loads(open(byte_level, encoding="utf-8").read())
     path = tmp_path / "tokenizer.json"
@@ -447,9 +514,8 @@ def test_ambiguous_tokenizers_are_refused(byte_level, tmp_path):
         load_tokenizer(str(path))
     flags = dict.fromkeys(FLAGS, False) | {"normalized": True, "id": 0}
     added = [*content["added_tokens"], flags | {"content": "<A>"}, flags | {"content": "<a>"}]
-    path.write_text(
-        json.dumps(content | {"added_tokens": added, "normalizer": NORMALIZERS["lower"]})
-    )
+    content |= {"added_tokens": added, "normalizer": NORMALIZERS["lower"]}
+    path.write_text(json.dumps(_with_ids_of_library(content)))
     with refused(path, "<A>", "<a>"):
         load_tokenizer(str(path))
 
@@ -470,7 +536,7 @@ def test_a_text_without_a_safe_place_is_encoded_whole(byte_level, tmp_path, monk
     content["pre_tokenizer"]["use_regex"] = False
     content["model"]["vocab"] |= {"eĠ": 900, "Ċa": 901}
     content["model"]["merges"] += [["e", "Ġ"], ["Ċ", "a"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
     assert parts(str(tmp_path), text) == [text]
 
 
@@ -589,7 +655,7 @@ PAIRS = ["a a", "a b", "▁ a", "▁ ▁", "Ġ a", "Ġ Ġ", "Ċ Ċ", "\n \n", "a
 
 def _model(kind: str, size: int, is_bytes: bool, byte_fallback: bool) -> dict:
     """A model with `size` tokens of more than one character."""
-    characters = "".join(tokens._byte_characters()) if is_bytes else "ab\n ▁AeéI.1<>t/s"
+    characters = "".join(tokens.byte_characters()) if is_bytes else "ab\n ▁AeéI.1<>t/s"
     vocabulary = ["<unk>", *dict.fromkeys(characters)]
     if byte_fallback:
         vocabulary += [f"<0x{i:02X}>" for i in range(256)]
@@ -644,7 +710,7 @@ def test_any_tokenizer_has_one_meaning(
         "model": _model(kind, size, is_bytes, byte_fallback),
     }
     path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(_with_ids_of_library(content)))
     library = tokenizers.Tokenizer.from_file(str(path))
     try:
         tokenizer = load_tokenizer(str(path))
@@ -665,6 +731,7 @@ def test_any_tokenizer_has_one_meaning(
             return
         assert prompt == library.encode(text, add_special_tokens=False).ids
         assert not special.keys() & set(ids[:-1].tolist())
+        assert not special.keys() & set(prompt) or tokenizer.find_special_token(text)
         has_special = special.keys() & set(prompt) or any(
             t.content in text or normalized(t.content) in normalized(text) for t in special.values()
         )

@@ -14,7 +14,7 @@ from families_of_tokenizers import FAMILIES, Family
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import conversations, cuts, render_template
 from qwen3next_jax.data.chat_template import ChatTemplate, TemplateFile
-from qwen3next_jax.data.tokens import _byte_characters, load_tokenizer, miscounted_bytes
+from qwen3next_jax.data.tokens import byte_characters, load_tokenizer, miscounted_bytes
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "tokenizers.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
@@ -39,7 +39,7 @@ def make_tokenizer(family: Family, folder: pathlib.Path):
         decoder = {"type": "Sequence", "decoders": steps}
         letters.append("e▁t")  # a piece of two words
     else:
-        letters = [c for byte, c in enumerate(_byte_characters()) if byte not in family.lacks]
+        letters = [c for byte, c in enumerate(byte_characters()) if byte not in family.lacks]
         merged = [("i", "n"), ("Ġ", "r"), ("Ã", "¶")]
         decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
         decoder |= {"use_regex": True}

@@ -138,14 +138,15 @@ class RunStore(abc.ABC):
           new: whether the run has no checkpoint yet. In a new run, a tokenizer that is already in
             the folder is replaced, because it is from an earlier start that saved no checkpoint.
         """
-        from qwen3next_jax.data.tokens import HuggingFaceTokenizer
+        from qwen3next_jax.data.tokens import ByteTokenizer
 
         if record:
             self.write_run_json(record)
         copy = self.workdir / "tokenizer"
         if new:
             remove_tree(copy)
-        if isinstance(tokenizer, HuggingFaceTokenizer) and not copy.exists():
+        is_from_file = tokenizer.reads_text and not isinstance(tokenizer, ByteTokenizer)
+        if is_from_file and not copy.exists():
             self._copy_tokenizer(tokenizer, copy)
 
     @abc.abstractmethod
