@@ -20,7 +20,7 @@ from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokenized_parts import TokenizedPart, open_part_tokens, open_part_weights
 from qwen3next_jax.data.tokens import Tokenizer
 
-_FORMAT = 2  # raise it when the same parts no longer give the same rows
+_FORMAT = 3  # raise it when the same parts no longer give the same rows, or the same metadata
 _WHOLE_FORMAT = 2  # the same for parts whose documents are kept whole
 METADATA = "metadata.json"
 TRAIN, HELDOUT = "train", "heldout"
@@ -451,10 +451,10 @@ def _metadata_fault(content: dict) -> str:
         try:
             counts, shards = content["statistics"][side], content["shards"][side]
             rows = [shard["rows"] for shard in shards]
-            numbers = [*counts.values(), *rows, *(shard["size"] for shard in shards)]
-            numbers += [shard.get("head", 0) for shard in shards]
+            numbers = [*counts.values(), *rows]
+            numbers += [shard[name] for shard in shards for name in ("size", "head")]
             names = [shard["file"] for shard in shards]
-            fields = [shard.keys() | {"head"} == _SHARD_FIELDS for shard in shards]
+            fields = [shard.keys() == _SHARD_FIELDS for shard in shards]
         except (KeyError, TypeError, AttributeError, IndexError):
             return f"no statistics or shards of {side}"
         if not counts.keys() <= known or "rows" not in counts or not all(fields):

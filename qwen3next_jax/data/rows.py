@@ -56,8 +56,7 @@ class Shard:
     file: str  # name within the directory
     rows: int
     size: int  # bytes on disk
-    # `_head_digest` of the first `_HEAD_BYTES` bytes; 0: unknown, the shard is of an older version
-    head: int = 0
+    head: int  # `_head_digest` of its first `_HEAD_BYTES` bytes
 
 
 def token_dtype(name: str, weighted: bool) -> np.dtype:
@@ -468,7 +467,7 @@ def _head_digest(head: bytes) -> int:
 
 
 def _check_head(path: pathlib.Path | BucketPath, shard: Shard, head: bytes) -> None:
-    if shard.head and _head_digest(head) != shard.head:
+    if _head_digest(head) != shard.head:
         raise _damaged_shard_error(path, "it begins with other rows: it may be another shard")
 
 

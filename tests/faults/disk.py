@@ -69,8 +69,9 @@ def disk_stays_full(lab: Lab, seed: int) -> list[Trial]:
     """
     with small_disk(lab) as disk:
         workdir = disk / "run"
-        process = lab.start(workdir, pace=0.1)
-        filled_at = (4 + seed % 3) * EVERY
+        process = lab.start(workdir, pace=0.03)
+        # While there are at most `keep_last` checkpoints, none is deleted, which would make room.
+        filled_at = (lab.config.checkpoint.keep_last - seed % 2) * EVERY
         _wait_for_seal(workdir, filled_at, process)
         ballast = _fill(disk)
         code = wait(process, 240)

@@ -34,7 +34,7 @@ from qwen3next_jax.config import (
     from_dict,
     to_dict,
 )
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.interop import huggingface
 from qwen3next_jax.interop.huggingface import load_params, save_hf
 from qwen3next_jax.interop.weights import modification_digest
@@ -410,6 +410,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
             taken(begins(tmp_path / parent, "bytes"))
         prepare_start(begins(tmp_path / parent, source="mqar", path=""), tmp_path / "new")
     # another tokenizer is named before its size is, which no larger vocabulary would mend
+    ids[END_OF_TEXT] = bytes_.eos_id
     ids |= {f"token{i}": i for i in range(len(ids), 2 * MODEL.vocab_size)}
     (tmp_path / "large").mkdir()
     shutil.copy(file.with_name("tokenizer_config.json"), tmp_path / "large")
@@ -547,7 +548,7 @@ def test_config_round_trips_and_names_mistakes(config):
             {"optimizer": {"muon": {"steps": 3}}},
             "optimizer.muon is set, but optimizer.name = 'adamw' does not read it",
         ),
-        ({"data": {"path": "a,b", "weights": "1"}}, "1 values for 2 sources"),
+        ({"data": {"path": "a,b", "weights": "1"}}, "1 value for 2 sources"),
     ):
         with pytest.raises(UserError, match=message):
             from_dict(Config, values)
