@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
         self.parse_tokens = tuple(parse_tokens)
         self._may_use_tiktoken = True
 
-    @property
+    @functools.cached_property
     def _unmatchable_tokens(self) -> set[str]:
         """The special tokens that are encoded as ordinary text in documents: all but
         `parse_tokens`.
@@ -220,14 +220,19 @@ class HuggingFaceTokenizer:
     @functools.cached_property
     def _normalized_special_tokens(self) -> dict[str, str]:
         """Special token that is looked for in the normalized text → the text that it has there,
-        without `parse_tokens`.
+        without `parse_tokens` and tokens of which the normalizer leaves nothing.
         """
         normalizer = self._tokenizer.normalizer
+        if normalizer is None:
+            return {}
+        hidden = self._unmatchable_tokens
         tokens = self._tokenizer.get_added_tokens_decoder().values()
-        hidden = [
-            t.content for t in tokens if t.normalized and t.content in self._unmatchable_tokens
-        ]
-        return {text: normalizer.normalize_str(text) for text in hidden} if normalizer else {}
+        normalized = {
+            token.content: normalizer.normalize_str(token.content)
+            for token in tokens
+            if token.normalized and token.content in hidden
+        }
+        return {token: text for token, text in normalized.items() if text}
 
     def encode(self, text: str) -> np.ndarray:
         with panic_as_user_error():
@@ -313,11 +318,12 @@ def _check_ids_are_distinct(path: epath.Path, ids: Mapping[str, int]) -> None:
     token_of: dict[int, str] = {}
     for token, i in ids.items():
         other = token_of.setdefault(i, token)
-        require(
-            other == token,
-            f"tokenizer {path}: {other!r} and {token!r} both have id {i}, so that a model could "
-            "not tell them apart: expected one token of each id: copy or download the file again",
-        )
+        if other != token:  # `require` would make a message for each token, which takes seconds
+            raise UserError(
+                f"tokenizer {path}: {other!r} and {token!r} both have id {i}, so that a model "
+                "could not tell them apart: expected one token of each id: copy or download the "
+                "file again"
+            )
 
 
 def _check_deterministic(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:

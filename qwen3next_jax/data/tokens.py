@@ -111,8 +111,9 @@ def load_tokenizer(
 
     Raises:
       UserError: the file is missing or is not a tokenizer; the tokenizer has no end-of-document
-        token, has more than `vocab_size` ids, or lacks one of `parse_tokens`; or another file of
-        its folder names added tokens that contradict the tokenizer.
+        token, has more than `vocab_size` ids, has two tokens of one id, or lacks one of
+        `parse_tokens`; or the tokenizers library gives an added token another id than its file or
+        another file of its folder.
     """
     if spec in ("", "bytes"):
         require(not parse_tokens, "data.parse_tokens: the tokenizer 'bytes' has no such tokens")

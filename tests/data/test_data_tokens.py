@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import tokenizers
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -484,6 +485,31 @@ def test_special_tokens_of_normalized_text_are_found(byte_level, tmp_path, norma
     assert load_tokenizer(str(tmp_path)).find_special_token(text) == "<t>"
     assert load_tokenizer(str(tmp_path)).find_special_token("a<b>") is None
     assert load_tokenizer(str(tmp_path), None, ["<t>"]).find_special_token(text) is None
+
+
+def test_special_tokens_that_normalization_empties_are_nowhere(byte_level, tmp_path):
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    token = dict.fromkeys(FLAGS, False) | {"content": "\n", "special": True, "normalized": True}
+    content["added_tokens"].append(token | {"id": 0})
+    content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_with_ids_of_library(content)))
+    assert load_tokenizer(str(tmp_path)).find_special_token("text") is None
+
+
+def test_added_tokens_without_characters_are_unused(byte_level, tmp_path):
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    size = len(content["model"]["vocab"]) + 1  # with <think>
+    content["added_tokens"].append({"id": size, "content": ""} | dict.fromkeys(FLAGS, False))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(str(tmp_path)).vocab_size == size
+
+
+def test_tokens_without_fault_make_no_message(byte_level, monkeypatch):
+    """In a vocabulary of 150,000 tokens, the messages would take seconds."""
+    messages, path = [], type(epath.Path(byte_level))
+    count = lambda self, spec: messages.append(1) or str(self)
+    monkeypatch.setattr(path, "__format__", count, raising=False)
+    assert load_tokenizer(byte_level).vocab_size > len(messages) * 10
 
 
 def test_other_ids_than_the_files_are_refused(byte_level, tmp_path):
