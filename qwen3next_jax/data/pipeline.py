@@ -6,6 +6,7 @@ Therefore a run only needs its step, one integer, to resume, and it may resume w
 of processes.
 """
 
+import collections
 import concurrent.futures
 import json
 import math
@@ -545,16 +546,22 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
 
 def _warn_of_repeated_files(sources: Sequence[Source]) -> None:
     """Warns of local files of which two sources read the same field, as overlapping globs do."""
-    source_of: dict[tuple[str, str], str] = {}
-    repeated = []
-    for source in sources if len(sources) > 1 else ():
+    # A file has one size and modification time, so the paths of most files need not be resolved,
+    # which would take as long as finding the files.
+    alike = collections.defaultdict(list)
+    for source in sources:
         field = source.chat_format.messages_field if source.chat_format else source.text_field
-        for file in source.files:
-            if source.text_is_gone or is_remote(os.fspath(file.path)):
-                continue
-            other = source_of.setdefault((os.path.realpath(file.path), field), source.name)
-            if other != source.name:
-                repeated.append(f"{file.path} by {other!r} and {source.name!r}")
+        for file in () if source.text_is_gone else source.files:
+            alike[file.size, file.mtime_or_checksum, field].append((file.path, source.name))
+    repeated = []
+    for found in alike.values():
+        if len({name for _, name in found}) == 1 or is_remote(os.fspath(found[0][0])):
+            continue
+        source_of: dict[str, str] = {}
+        for path, name in found:
+            other = source_of.setdefault(os.path.realpath(path), name)
+            if other != name:
+                repeated.append(f"{path} by {other!r} and {name!r}")
     if repeated:
         warn(
             f"data.path: {len(repeated):,} files are read twice, such as {repeated[0]}: their "

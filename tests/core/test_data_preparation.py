@@ -856,6 +856,17 @@ def test_a_file_of_two_globs_is_said(second, tmp_path, capsys):
     assert (second in capsys.readouterr().err) == (second != "b.jsonl")
 
 
+def test_files_of_two_globs_are_resolved_once(tmp_path, monkeypatch):
+    for size, name in enumerate(("a1.txt", "a2.txt", "b1.txt", "b2.txt"), start=1):
+        (tmp_path / name).write_text("x" * size)
+    resolved, resolve = [], os.path.realpath
+    count = lambda path, **options: resolved.append(os.fspath(path)) or resolve(path, **options)
+    monkeypatch.setattr(os.path, "realpath", count)
+    path = f"{tmp_path}/a*,{tmp_path}/b*"
+    find_sources(DataConfig(path=path, prepared_dir=f"{tmp_path}/p"), load_tokenizer("bytes"))
+    assert resolved.count(f"{tmp_path}/b2.txt") == 1
+
+
 @pytest.mark.parametrize("checksum", [True, False])
 def test_compressed_text_without_checksums_is_said(checksum, tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:50])
