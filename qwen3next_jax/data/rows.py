@@ -23,6 +23,7 @@ error and never a different token.
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import os
@@ -454,16 +455,20 @@ def _read_head(path: pathlib.Path) -> bytes:
         with path.open("rb") as file:
             return file.read(_HEAD_BYTES)
     except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        advice = "expected a file that this process may read"
+        if error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            advice = f"this process may open {limit} files: raise the limit with ulimit -n"
         raise UserError(
-            f"shard {path} cannot be opened ({error_message(error)}); this process may open "
-            f"{limit} files: raise the limit with ulimit -n"
+            f"shard {path} cannot be opened ({error_message(error)}); {advice}"
         ) from error
 
 
 def _head_digest(head: bytes) -> int:
-    """Returns the first 60 bits of the SHA-256 of a shard's first bytes."""
-    return int(digests.sha256(head)[:15], 16)
+    """Returns the first 60 bits of the SHA-256 of a shard's first `_HEAD_BYTES` bytes. `head`: at
+    least these bytes, or the whole of a shorter shard.
+    """
+    return int(digests.sha256(head[:_HEAD_BYTES])[:15], 16)
 
 
 def _check_head(path: pathlib.Path | BucketPath, shard: Shard, head: bytes) -> None:

@@ -242,6 +242,7 @@ def _saved_byte_fingerprint() -> str:
 
 
 def tokenizer_fingerprint(tokenizer_json: str, eos_id: int) -> str:
+    """Returns `Tokenizer.fingerprint` for a tokenizer.json and the id of its end token."""
     return digests.sha256(f"{tokenizer_json}\0{eos_id}")
 
 

@@ -4,6 +4,7 @@ that was finished, and the bytes are always the same.
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import json
 import os
@@ -23,6 +24,7 @@ import pytest
 import tokenizers
 
 from qwen3next_jax.commands.verify import verify
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import (
     fast_bpe,
@@ -898,6 +900,18 @@ def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
     assert seen == [tuple(reader[i].tokens.tolist()) for i in range(len(reader))]
     del reader, prepared
     assert descriptors() <= before
+
+
+def test_an_unreadable_shard_blames_no_limit(texts, tmp_path, monkeypatch):
+    reader = run(texts, tmp_path / "p").rows[TRAIN]
+
+    def fail(*arguments):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(pathlib.Path, "open", fail)
+    with pytest.raises(UserError) as caught:
+        reader[0]
+    assert "ulimit" not in str(caught.value)
 
 
 def test_too_many_open_files_is_not_damage(texts, tmp_path):
