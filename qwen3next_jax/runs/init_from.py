@@ -186,8 +186,8 @@ def check_same_structure(model: ModelConfig, initial_model: ModelConfig, init_fr
             advice = f"set model.{name} to its value"
             if name == "eos_token_id":
                 advice += (
-                    f", and model.vocab_size to {initial_model.vocab_size}, because with 0 the tokenizer "
-                    "sets both"
+                    f", and model.vocab_size to {initial_model.vocab_size}, because with 0 the "
+                    "tokenizer sets both"
                 )
             raise UserError(
                 f"train.init_from = {init_from}: its {name} is {theirs}, model.{name} "
