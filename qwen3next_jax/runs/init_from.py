@@ -183,9 +183,15 @@ def check_same_structure(model: ModelConfig, initial_model: ModelConfig, init_fr
                 c.mixers if name == "layer_types" else getattr(c, name)
                 for c in (model, initial_model)
             )
+            advice = f"set model.{name} to its value"
+            if name == "eos_token_id":
+                advice += (
+                    f", and model.vocab_size to {initial_model.vocab_size}, because with 0 the "
+                    "tokenizer sets both"
+                )
             raise UserError(
                 f"train.init_from = {init_from}: its {name} is {theirs}, model.{name} "
-                f"= {ours}; set model.{name} to its value"
+                f"= {ours}; {advice}"
             )
     require(
         initial_model.lora in (LoRAConfig(), model.lora),

@@ -363,18 +363,19 @@ def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]
 def heldout_settings_along(
     sweep: Sweep, results: Iterable[PointResult], *axes: str | None
 ) -> list[str]:
-    """Returns the settings, other than axes of seeds, that choose the held-out text and that differ
-    between points whose values differ only on `axes` and on axes of seeds.
+    """Returns the settings that choose the held-out text and that differ between points whose
+    values differ only on `axes`. Points with different seeds are not compared with each other.
     """
-    hidden = (*axes, *seed_axes(sweep))
+    compared = {*axes} - {*seed_axes(sweep)}
     lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
-        line = tuple(at for axis, at in result.point.axis_values.items() if axis not in hidden)
+        line = tuple(at for axis, at in result.point.axis_values.items() if axis not in compared)
         lines.setdefault(line, []).append(flatten(to_dict(result.point.config)))
-    differing = dict.fromkeys(
-        name for settings in lines.values() for name in differing_heldout_settings(settings)
+    return list(
+        dict.fromkeys(
+            name for settings in lines.values() for name in differing_heldout_settings(settings)
+        )
     )
-    return [name for name in differing if name not in seed_axes(sweep)]
 
 
 def _finding_sentence(x: str, subject: str, better: str, line: dict[str, SeedSpread]) -> str:

@@ -612,12 +612,13 @@ def _predict_heldout_groups(
     runs: Sequence[ScalingRun], resamples: int, seed: int
 ) -> dict[str, tuple[Prediction, ...] | str]:
     """Returns the predictions of two groups of held-out runs, each from a fit of all other runs:
-    the largest run, and the runs with the highest budget. (`ScalingAnalysis.heldout_predictions`)
+    the runs of the largest size at the highest budget, and all runs with the highest budget.
+    (`ScalingAnalysis.heldout_predictions`)
     """
     highest = max(run.flops for run in runs)
     budget = [run for run in runs if run.flops * (1 + SAME) >= highest]
     largest = max(budget, key=lambda run: run.size)
-    held_out = {"the largest run": [run for run in budget if run.size == largest.size]}
+    held_out = {"the largest run": [run for run in budget if run.size * (1 + SAME) >= largest.size]}
     if len(budget) > len(held_out["the largest run"]):
         held_out["the highest budget"] = budget
     predictions: dict[str, tuple[Prediction, ...] | str] = {}

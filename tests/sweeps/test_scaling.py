@@ -108,6 +108,13 @@ def test_nearly_equal_sizes_count_as_one():
     assert fit_parabolas(close) == ()
 
 
+def test_nearly_largest_runs_are_held_out():
+    runs = ladder(noise=1e-3)
+    runs.append(runs[-1]._replace(name="nearly as large", size=runs[-1].size * 0.99))
+    predictions = analyse_scaling(runs, resamples=4).heldout_predictions["the largest run"]
+    assert {prediction.heldout_run for prediction in predictions} == {*runs[-2:]}
+
+
 def test_parabolas_without_residuals_give_no_interval():
     """A parabola meets three runs exactly, whatever their noise."""
     exact, residual = (fit_iso_flop(ladder(noise=1e-2, sizes=n), 40, 0) for n in (3, 4))

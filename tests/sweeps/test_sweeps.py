@@ -33,6 +33,7 @@ from qwen3next_jax.sweeps.report import render_report, write_report
 from qwen3next_jax.sweeps.results import (
     PointResult,
     finding_sentences,
+    heldout_settings_along,
     is_done,
     metric_along_x,
     pareto_front_indices,
@@ -757,6 +758,14 @@ def test_points_with_different_texts_are_named(tmp_path):
     assert "(train.sequence_length)" in of_length
     same = dataclasses.replace(sweep, x_axis="data.seed")
     assert not any("different" in sentence for sentence in finding_sentences(same, results))
+
+
+def test_seeds_of_data_compare_pairwise(tmp_path):
+    seeds = {name: {"train.seed": i, "data.seed": i} for i, name in enumerate("ab")}
+    axes = {"optimizer.learning_rate": [1e-3, 2e-3], "seed": seeds}
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "axes": axes}))
+    results = [PointResult(p, 9, measured({"heldout loss": 1.0}), 1.0, 1.0) for p in sweep.points]
+    assert heldout_settings_along(sweep, results, "optimizer.learning_rate") == []
 
 
 def test_a_subtitle_names_every_data_seed(tmp_path):
