@@ -27,7 +27,6 @@ import os
 import pathlib
 import platform
 import shutil
-import signal
 import site
 import subprocess
 import sys
@@ -86,15 +85,11 @@ def run(words: list[str], home: str, minutes: float) -> dict:
         environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     print(f"\n$ {' '.join(words)}", flush=True)
     child = subprocess.Popen([*words, f"--json={file}"], env=environment, start_new_session=True)
-    try:
-        code = child.wait(60 * minutes)
-        why = f"ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
-    except subprocess.TimeoutExpired:
+    code = measuring.wait_or_kill(child, 60 * minutes)
+    if code is None:
         why = f"not done after {minutes:g} minutes (--minutes)"
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)  # and the processes that it started
-            child.wait()
+    else:
+        why = f"ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
     return json.loads(file.read_text()) if file.exists() else {"failed": why}
 
 

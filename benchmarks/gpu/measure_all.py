@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import time
 from typing import NamedTuple
 
 from benchmarks import harness
+from benchmarks.gpu.measuring import wait_or_kill
 
 HERE = pathlib.Path(__file__).parent
 SHOWN = 40  # of the last lines of a command
@@ -91,20 +91,14 @@ def run(part: Part, options: argparse.Namespace, ends: float, lock: threading.Lo
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            ended = f"code {child.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            ended = f"ended after {seconds:.0f} s, before it was done"
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # and the processes that it started
-                child.wait()
+        code = wait_or_kill(child, seconds)
         output.seek(0)
         lines = output.read().splitlines()
     pathlib.Path(output.name).unlink()
+    ended = f"ended after {seconds:.0f} s, before it was done" if code is None else f"code {code}"
     head = f"== {part.name}: {ended}, {time.monotonic() - begun:.0f} s: {' '.join(words[1:])}"
     say(options, lock, head, *lines)
-    return child.returncode == 0
+    return code == 0
 
 
 def say(options: argparse.Namespace, lock: threading.Lock, head: str, *lines: str) -> None:

@@ -1,8 +1,11 @@
-"""What both sides of the comparison do in the same way: take a profile apart by kind of kernel, and
-print what they found. Imports nothing but the standard library.
+"""What the benchmarks on a GPU share: taking a profile apart by kind of kernel, printing what was
+found, and waiting for a process that measures. Imports nothing but the standard library.
 """
 
+import os
 import re
+import signal
+import subprocess
 import time
 from collections.abc import Mapping
 
@@ -24,6 +27,26 @@ GROUPS = {
     "copies": r"memcpy|memset|copy|transpose",
     "reductions": r"reduce|softmax|_red_|_per_|logsumexp|(^|::)sum",
 }
+
+
+def wait_or_kill(child: subprocess.Popen, seconds: float) -> int | None:
+    """Waits until `child` ends, at most for `seconds`; then, or if this process is interrupted,
+    kills `child` and the processes that it started.
+
+    Args:
+      child: a process that was started with start_new_session=True.
+
+    Returns:
+      its exit code; None if it took too long.
+    """
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def by_group(kernels: Mapping[str, float]) -> dict[str, float]:

@@ -159,7 +159,8 @@ DATA_SOURCES = {
     ),
     "recorded": "qwen3next_jax.data.recorded:RecordedData",
 }
-# Tokenizers besides that of bytes, by the name of the file that data.tokenizer names.
+# Tokenizers besides that of bytes, by the name of the file that data.tokenizer names. They are
+# built on data/tokens.py, which therefore cannot import them.
 TOKENIZERS = {
     "tokenizer.json": "qwen3next_jax.data.huggingface_tokenizer:HuggingFaceTokenizer",
 }

@@ -7,9 +7,10 @@ tiktoken's table from the token's own bytes. For if two neighbours have become X
 inside of X and Y were made, and these are also made if the bytes of XY stand alone. Alone they
 become XY, so XY is a pair in the list of merges.
 
-The two libraries may still split a text in different ways before merging, because their regular
-expressions are of different libraries. So `HuggingFaceTokenizer` compares the ids of both libraries
-for a sample of the texts.
+Two things are not covered. The libraries may split a text in different ways before merging, because
+their regular expressions are of different libraries; and if several merges make one token,
+`tokenizers` ranks each of them, but tiktoken has one rank for the token. So `HuggingFaceTokenizer`
+compares the ids of both libraries for a sample of the texts.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

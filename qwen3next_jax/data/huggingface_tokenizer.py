@@ -219,8 +219,9 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _normalized_special_tokens(self) -> dict[str, str]:
-        """Special token that is looked for in the normalized text → the text that it has there,
-        without `parse_tokens` and tokens of which the normalizer leaves nothing.
+        """Returns special token → its normalized text, for the special tokens that the tokenizers
+        library looks for in normalized texts. `parse_tokens` are left out, and so are tokens whose
+        normalized text is empty.
         """
         normalizer = self._tokenizer.normalizer
         if normalizer is None:

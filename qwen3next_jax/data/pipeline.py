@@ -545,7 +545,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
 
 
 def _warn_of_repeated_files(sources: Sequence[Source]) -> None:
-    """Warns of local files of which two sources read the same field, as overlapping globs do."""
+    """Warns if two sources read the same field of a local file, because their globs overlap."""
     # A file has one size and modification time, so the paths of most files need not be resolved,
     # which would take as long as finding the files.
     alike = collections.defaultdict(list)
@@ -572,7 +572,8 @@ def _warn_of_repeated_files(sources: Sequence[Source]) -> None:
 def _chat_format_of(field: str, config: DataConfig, tokenizer: Tokenizer) -> MessagesFormat | None:
     if not field:
         return None
-    from qwen3next_jax.data.conversations import load_chat_format  # only chats need this file
+    # Texts do not need this file.
+    from qwen3next_jax.data.conversations import load_chat_format
 
     return load_chat_format(field, config.tokenizer, tokenizer, config.template_date)
 

@@ -32,7 +32,7 @@ CONFIDENCE = 0.95
 DETERMINED = 2.0
 # FLOPs that differ by less than this share count as the same budget, because a budget is met to the
 # nearest step. Likewise for numbers of tokens; and for sizes, because widths are multiples of 8.
-SAME = 0.05
+EQUAL_WITHIN = 0.05
 _LARGEST_EXPONENT = 3.0
 # The smallest number that a run may have, and 1 over the largest: far outside of what is measured,
 # and far inside of what float64 can square and multiply.
@@ -282,13 +282,13 @@ def mixed_axis_sentences(
 
 def _group_numbers(values: Sequence[float]) -> list[int]:
     """Divides positive numbers into groups, and returns the number of the group of each. Numbers
-    that exceed the smallest of their group by less than the share `SAME` are in one group. Groups
+    that exceed the smallest of their group by less than the share `EQUAL_WITHIN` are in one group. Groups
     are numbered in ascending order.
     """
     numbers = [0] * len(values)
     group, smallest = -1, 0.0
     for i in sorted(range(len(values)), key=values.__getitem__):
-        if group < 0 or values[i] > (1 + SAME) * smallest:
+        if group < 0 or values[i] > (1 + EQUAL_WITHIN) * smallest:
             group, smallest = group + 1, values[i]
         numbers[i] = group
     return numbers
@@ -359,7 +359,7 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
     for what, values in (("sizes of the model", sizes), ("numbers of tokens", tokens)):
         require(
             len(values) >= 3,
-            f"{what} that differ by more than {SAME:.0%}: {len(values)}; expected at least 3, as a "
+            f"{what} that differ by more than {EQUAL_WITHIN:.0%}: {len(values)}; expected at least 3, as a "
             "power law over them has 3 constants: add points to the sweep",
         )
     require(
@@ -488,7 +488,7 @@ def _confidence_interval(value: float, resampled: Sequence[float]) -> Interval:
 
 def flops_per_token_by_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
     """Returns a function that maps a size to FLOPs per token. The function is exact at the runs'
-    sizes, except that nearly equal sizes (`SAME`) count as their geometric mean; between and beyond
+    sizes, except that nearly equal sizes (`EQUAL_WITHIN`) count as their geometric mean; between and beyond
     these sizes, log FLOPs is piecewise linear in log size.
     """
     numbers = np.array(_group_numbers([run.size for run in runs]))
@@ -616,9 +616,11 @@ def _predict_heldout_groups(
     (`ScalingAnalysis.heldout_predictions`)
     """
     highest = max(run.flops for run in runs)
-    budget = [run for run in runs if run.flops * (1 + SAME) >= highest]
+    budget = [run for run in runs if run.flops * (1 + EQUAL_WITHIN) >= highest]
     largest = max(budget, key=lambda run: run.size)
-    held_out = {"the largest run": [run for run in budget if run.size * (1 + SAME) >= largest.size]}
+    held_out = {
+        "the largest run": [run for run in budget if run.size * (1 + EQUAL_WITHIN) >= largest.size]
+    }
     if len(budget) > len(held_out["the largest run"]):
         held_out["the highest budget"] = budget
     predictions: dict[str, tuple[Prediction, ...] | str] = {}
