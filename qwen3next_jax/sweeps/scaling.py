@@ -282,8 +282,8 @@ def mixed_axis_sentences(
 
 def _group_numbers(values: Sequence[float]) -> list[int]:
     """Divides positive numbers into groups, and returns the number of the group of each. Numbers
-    that exceed the smallest of their group by less than the share `EQUAL_WITHIN` are in one group. Groups
-    are numbered in ascending order.
+    that exceed the smallest of their group by less than the share `EQUAL_WITHIN` are in one group.
+    Groups are numbered in ascending order.
     """
     numbers = [0] * len(values)
     group, smallest = -1, 0.0
@@ -359,8 +359,8 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
     for what, values in (("sizes of the model", sizes), ("numbers of tokens", tokens)):
         require(
             len(values) >= 3,
-            f"{what} that differ by more than {EQUAL_WITHIN:.0%}: {len(values)}; expected at least 3, as a "
-            "power law over them has 3 constants: add points to the sweep",
+            f"{what} that differ by more than {EQUAL_WITHIN:.0%}: {len(values)}; expected at least "
+            "3, as a power law over them has 3 constants: add points to the sweep",
         )
     require(
         len(pairs) >= len(CONSTANTS),
@@ -488,8 +488,8 @@ def _confidence_interval(value: float, resampled: Sequence[float]) -> Interval:
 
 def flops_per_token_by_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
     """Returns a function that maps a size to FLOPs per token. The function is exact at the runs'
-    sizes, except that nearly equal sizes (`EQUAL_WITHIN`) count as their geometric mean; between and beyond
-    these sizes, log FLOPs is piecewise linear in log size.
+    sizes, except that nearly equal sizes (`EQUAL_WITHIN`) count as their geometric mean; between
+    and beyond these sizes, log FLOPs is piecewise linear in log size.
     """
     numbers = np.array(_group_numbers([run.size for run in runs]))
     log_sizes, log_flops = np.log([(run.size, run.flops / run.tokens) for run in runs]).T

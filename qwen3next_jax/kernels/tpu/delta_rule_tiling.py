@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.kernels.tpu import chip, head_pairs
 from qwen3next_jax.kernels.tpu.grids import LANES
+from qwen3next_jax.kernels.tpu.pallas_call import pallas_call
 from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
@@ -193,7 +194,7 @@ class Problem:
           The outputs by name.
         """
         specs = self.block_specs(backward)
-        call = pl.pallas_call(
+        results = pallas_call(
             functools.partial(kernel, self, list(inputs), list(outputs), settings),
             grid=self.grid,
             out_shape=list(outputs.values()),
@@ -202,9 +203,7 @@ class Problem:
             interpret=interpret,
             name=f"gated_delta_rule{kernel.__name__.removesuffix('_kernel')}",
             compiler_params=self.compiler_params,
-        )
-        with jax.enable_x64(False):  # the TPU's compiler aborts the process at a 64-bit index
-            results = call(*inputs.values())
+        )(*inputs.values())
         return dict(zip(outputs, results))
 
     # layouts

@@ -6,6 +6,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from qwen3next_jax.kernels.tpu.pallas_call import pallas_call
+
 LANES = 128
 TILE_ROWS = 16  # the rows of a tile of bfloat16 numbers
 
@@ -56,7 +58,7 @@ def call_block_kernel(
       interpret: whether a CPU interprets the kernel.
       scratch: the shapes of scratch memory.
     """
-    call = pl.pallas_call(
+    return pallas_call(
         body,
         grid=grid,
         in_specs=in_specs,
@@ -69,9 +71,7 @@ def call_block_kernel(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
-    )
-    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
-        return call(*inputs)
+    )(*inputs)
 
 
 def is_first_step_of_channel_block():

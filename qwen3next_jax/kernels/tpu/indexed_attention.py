@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.kernels.tpu import chip
 from qwen3next_jax.kernels.tpu.grids import LANES
+from qwen3next_jax.kernels.tpu.pallas_call import pallas_call
 
 TILES = 512, 256, 128  # numbers of tokens in a tile; the first that VMEM holds is used
 CHUNK = 512  # the number of blocks that are scored at once in the choice; G is a multiple
@@ -269,7 +270,7 @@ def _call_attention_kernel(
     written = sum(x.size * x.dtype.itemsize for x, _ in outputs)
     pairs = batch * ((n + 1) // 2) * (n + 1) * tile**2
     index_products = sizes.indexer_heads * sizes.indexer_width
-    call = pl.pallas_call(
+    return pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -290,9 +291,7 @@ def _call_attention_kernel(
             dimension_semantics=("arbitrary", "parallel", "arbitrary"),
             vmem_limit_bytes=chip.vmem_bytes(),
         ),
-    )
-    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
-        return call(limits_BZ.reshape(-1), *(x for x, _ in inputs))
+    )(limits_BZ.reshape(-1), *(x for x, _ in inputs))
 
 
 def _merge_heads(x_BTNK):
@@ -712,7 +711,7 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
         return jnp.clip(g, ranges[at] // size, ranges[at + 1] // size)
 
     pairs = batch * all_queries * padded // 2
-    call = pl.pallas_call(
+    lowest, cut = pallas_call(
         functools.partial(_choice_kernel, number_chosen),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -739,9 +738,7 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
             dimension_semantics=("arbitrary", "parallel", "arbitrary"),
             vmem_limit_bytes=chip.vmem_bytes(),
         ),
-    )
-    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
-        lowest, cut = call(ranges, flat, queries, block_k, blocks)
+    )(ranges, flat, queries, block_k, blocks)
     return lowest[:, 0, :tokens], cut[:, 0, :tokens]
 
 

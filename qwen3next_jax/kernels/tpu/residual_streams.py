@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.kernels.tpu import chip
 from qwen3next_jax.kernels.tpu.grids import LANES
+from qwen3next_jax.kernels.tpu.pallas_call import pallas_call
 
 TILES = 256, 128  # the numbers of tokens in a tile; the first that VMEM holds is used
 CHUNKS = 512, 384, 256, 128  # channels that a step of a loop computes; the first that divides D
@@ -202,7 +203,7 @@ class _CallSpecs:
         if sums:
             shapes.append(jax.ShapeDtypeStruct((8 * self.cores, sums), jnp.float32))
             out_specs.append(pl.BlockSpec((8, sums), lambda c, t: (c, 0)))
-        call = pl.pallas_call(
+        return pallas_call(
             body,
             grid=(self.cores, self.tiles),
             in_specs=list(in_specs),
@@ -219,9 +220,7 @@ class _CallSpecs:
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chip.vmem_bytes()
             ),
-        )
-        with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
-            return call(*inputs)
+        )(*inputs)
 
 
 def _dot(a, b, dims=(((1,), (0,)), ((), ()))):

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.kernels.tpu import chip
 from qwen3next_jax.kernels.tpu.grids import LANES
+from qwen3next_jax.kernels.tpu.pallas_call import pallas_call
 
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
@@ -105,7 +106,7 @@ def _call_kernel(
     """
     read_by_others = shared * (chip.core_count() - 1)
     sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *read_by_others)]
-    call = pl.pallas_call(
+    return pallas_call(
         kernel,
         out_shape=outputs,
         interpret=interpret,
@@ -124,9 +125,7 @@ def _call_kernel(
         cost_estimate=pl.CostEstimate(
             flops=int(flops), transcendentals=0, bytes_accessed=sum(sizes)
         ),
-    )
-    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
-        return call(*scalars, *inputs)
+    )(*scalars, *inputs)
 
 
 # ---- the SwiGLU experts

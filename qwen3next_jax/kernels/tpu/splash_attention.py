@@ -165,10 +165,8 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
         _to_splash_layout(k),
         _to_splash_layout(v),
     )
-    with (
-        _mask_kind_scope(causal),
-        jax.enable_x64(False),
-    ):  # the TPU's compiler takes no 64-bit index
+    # The TPU's compiler takes no 64-bit index.
+    with _mask_kind_scope(causal), jax.enable_x64(False):
         kernel = _attention_function_of_row(
             q, n, _padded_length(t), causal, interpret, save_residuals=True
         )

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.kernels.tpu.grids import LANES
+from qwen3next_jax.kernels.tpu.pallas_call import pallas_call
 
 BLOCK = 512  # the largest number of rows of a grid step
 ROWS = LANES  # rows that are worked on at once
@@ -41,7 +42,7 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
     rows, numbers = x_RE.shape
     block = next(n for n in (BLOCK, 256, ROWS) if rows % n == 0)
     best = pl.BlockSpec((count, block), lambda r: (0, r))
-    call = pl.pallas_call(
+    value_AR, index_AR = pallas_call(
         functools.partial(_top_k_kernel, count),
         grid=(rows // block,),
         in_specs=[pl.BlockSpec((block, numbers), lambda r: (r, 0))],
@@ -53,9 +54,7 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
             flops=0, transcendentals=0, bytes_accessed=4 * rows * (numbers + 2 * count)
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-    )
-    with jax.enable_x64(False):  # the TPU's compiler takes no 64-bit index
-        value_AR, index_AR = call(x_RE)
+    )(x_RE)
     return value_AR.T, index_AR.T
 
 
