@@ -18,7 +18,8 @@ wheel nvidia-cuda-nvcc brings one):
         tokamax==0.0.17 jax-triton==0.4.1 triton==3.9.0
     .gpu/bin/python benchmarks/gpu/compile.py --shape=small
 
-Printed: seconds to compile; memory of the arguments (the state) and of everything else
+Printed: seconds to trace, to lower and to compile (a start whose compiled program is stored traces
+and lowers again); memory of the arguments (the state) and of everything else
 (temporaries), without what cuDNN's attention works in; FLOPs of all products, a loop of unstated
 length counted once; the largest array; the collectives, and how many of them are asynchronous; with
 --top what shares the temporaries' memory at its fullest, by shape. Then XLA's work by kind: how
@@ -39,6 +40,7 @@ import dataclasses
 import functools
 import glob
 import io
+import itertools
 import os
 import pathlib
 import re
@@ -193,23 +195,34 @@ def show_work(program, longest: int) -> None:
         line(f"{kind}: {source}: {max(of, key=lambda w: w.bytes).results}", of)
 
 
-def show(name: str, lowered, options: argparse.Namespace) -> None:
-    """Compiles a program and prints what the compiler made of it."""
+def show(name: str, trace: Callable, options: argparse.Namespace) -> None:
+    """Compiles a program and prints what the compiler made of it. `trace` returns the program as
+    JAX traced it.
+    """
+    from qwen3next_jax.ops.compile_target import compiling_for
     from qwen3next_jax.planner import compiled as programs
     from qwen3next_jax.planner import hlo, planning
 
     folder = os.environ["XLA_FLAGS"].rpartition("--xla_dump_to=")[2]
     for file in glob.glob(f"{folder}/*"):
         os.remove(file)
-    begun = time.time()
+    times = [time.time()]
+    with compiling_for("gpu"):
+        traced = trace()
+    times.append(time.time())
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    times.append(time.time())
     compiled = lowered.compile(planning.FAST_GPU_COMPILE)
-    seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
+    times.append(time.time())
+    tracing, lowering, compiling = (after - before for before, after in itertools.pairwise(times))
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     if options.hlo:
         options.hlo.write_text(text)
     program = hlo.parse_program(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
     print(
-        f"{name}: compiled in {seconds:.0f} s, arguments "
+        f"{name}: traced in {tracing:.1f} s, lowered in {lowering:.1f} s, compiled in "
+        f"{compiling:.0f} s, arguments "
         f"{memory.argument_size_in_bytes / 2**30:.2f} GiB, "
         f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products "
         f"{programs.gpu_program_flops(program) / 1e12:.2f} TFLOP, "
@@ -514,7 +527,6 @@ def compile_all(options: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from qwen3next_jax.ops.compile_target import compiling_for
     from qwen3next_jax.planner.planning import abstract_batch
     from qwen3next_jax.planner.topology import describe_topology
     from qwen3next_jax.sharding.mesh import make_mesh
@@ -532,20 +544,16 @@ def compile_all(options: argparse.Namespace) -> None:
     if options.operators:
         for name, (function, *arrays) in operators.operators(config, place).items():
             if options.only in name:
-                with compiling_for("gpu"):
-                    traced = jax.jit(function).trace(*arrays)
-                show(name, traced.lower(lowering_platforms=("cuda",)), options)
+                show(name, functools.partial(jax.jit(function).trace, *arrays), options)
         return
     run = resolve_run(config, mesh)
     (stage,) = run.stages
     train_step = make_train_step(run, stage)
-    with compiling_for("gpu"):
-        traced = train_step.trace(run.abstract_state, abstract_batch(run, stage))
     show(
         f"step of {options.shape or config.name}, {config.train.batch_size} x "
         f"{config.train.sequence_length} tokens in {config.train.gradient_accumulation} parts, "
         f"remat {config.train.remat}, on {options.gpus} x H100 ({options.mesh or 'along data'})",
-        traced.lower(lowering_platforms=("cuda",)),
+        functools.partial(train_step.trace, run.abstract_state, abstract_batch(run, stage)),
         options,
     )
 

@@ -97,7 +97,9 @@ def describe_chip():
     self_test.kernels_run_by_default = kernels_run_by_default
     self_test.unsupported_chip_reason = lambda: ""
     cudnn.unsupported_reason = lambda: ""
-    importlib.import_module(cudnn.ENTRY).check_compute_capability = lambda capability: True
+    attention = importlib.import_module(cudnn.ENTRY)
+    attention.check_compute_capability = lambda capability: True
+    attention.check_cudnn_version = lambda: cudnn.MIN_CUDNN
     tokamax.compute_capability = lambda: 9.0
     chip = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
     backend.get_default_device = lambda: chip

@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels.gpu import causal_conv1d as gpu_kernels
+from qwen3next_jax.kernels.gpu import kernel_call
 from qwen3next_jax.kernels.tpu import causal_conv1d as tpu_kernels
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.ops.implementations import XlaImplementation
@@ -170,7 +171,7 @@ def test_kernels_for_hopper_interpreted(activation, dtype, width):
     errors.
     """
     with mock.patch.object(
-        gpu_kernels,
+        kernel_call,
         "INTERPRETER",
         plgpu.InterpretGPUParams(detect_races=True, on_race="raise"),
     ):

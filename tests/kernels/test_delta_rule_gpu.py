@@ -31,7 +31,12 @@ from test_delta_rule import (
 
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
-from qwen3next_jax.kernels.gpu import delta_rule_passes, delta_rule_problem, delta_rule_self_test
+from qwen3next_jax.kernels.gpu import (
+    delta_rule_passes,
+    delta_rule_problem,
+    delta_rule_self_test,
+    kernel_call,
+)
 from qwen3next_jax.ops import gated_delta_rule
 from qwen3next_jax.ops.delta_rule import chunked
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
@@ -45,7 +50,7 @@ def races_are_errors():
     """
     with pytest.MonkeyPatch.context() as patch:
         interpreter = plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
-        patch.setattr(delta_rule_problem, "INTERPRETER", interpreter)
+        patch.setattr(kernel_call, "INTERPRETER", interpreter)
         yield
 
 

@@ -9,15 +9,19 @@ import shutil
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.pallas.mosaic_gpu import lowering as mosaic_gpu_lowering
 
 from qwen3next_jax import kernels as plugin
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.kernels.gpu import causal_conv1d as gpu_causal_conv1d
+from qwen3next_jax.kernels.gpu import delta_rule_passes
 from qwen3next_jax.kernels.gpu import gated_norm as gpu_gated_norm
 from qwen3next_jax.kernels.tpu import (
     causal_conv1d,
@@ -31,6 +35,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.ops import attention, attention_heads, gated_delta_rule, implementations
 from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, compiling_for
+from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 from qwen3next_jax.zoo.ops.indexed_attention import TokensAndBlocks
 
@@ -314,6 +319,42 @@ def test_x64_gives_a_tpu_no_64_bit_index(operator):
     blocks = [block for call in calls for block in call.params["grid_mapping"].block_mappings]
     assert blocks
     assert "i64" not in "".join(map(str, (*calls, *(block.index_map_jaxpr for block in blocks))))
+
+
+def delta_rule_for_gpus(q, v, gates, state):
+    x = Inputs(q, q, v, gates, gates)
+    return delta_rule_passes.forward(x, state, None, Settings(64, True, True), save=True)
+
+
+GPU_CALLS = {  # a layer's operator, the shapes of its inputs, and how many kernels it runs
+    "gated_delta_rule": (
+        delta_rule_for_gpus,
+        ((1, 64, 1, 64), (1, 64, 2, 64), (1, 64, 2), (1, 2, 64, 64)),
+        2,
+    ),
+    "causal_conv1d": (
+        lambda before, x, kernel: gpu_causal_conv1d.forward("silu", before, x, kernel, None),
+        ((1, 3, 128), (1, 32, 128), (4, 128)),
+        1,
+    ),
+    "gated_norm": (
+        lambda o, gate, weight: gpu_gated_norm.forward(1e-6, o, gate, weight),
+        ((1, 64, 128), (1, 64, 128), (128,)),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", GPU_CALLS)
+def test_two_layers_share_their_gpu_kernels(operator, monkeypatch):
+    """Each start lowers the kernels of its programs again, each in up to three seconds."""
+    run, shapes, kernels = GPU_CALLS[operator]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    lower = mock.Mock(side_effect=mosaic_gpu_lowering.lower_unpipelined_jaxpr_to_module)
+    monkeypatch.setattr(mosaic_gpu_lowering, "lower_unpipelined_jaxpr_to_module", lower)
+    two_layers = jax.jit(lambda *inputs: (run(*inputs), run(*inputs)))
+    two_layers.trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert lower.call_count == kernels
 
 
 def test_a_float32_gate_has_no_gpu_kernel():

@@ -32,6 +32,7 @@ from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import gated_norm as gpu_gated_norm
+from qwen3next_jax.kernels.gpu import kernel_call
 from qwen3next_jax.kernels.tpu import attention_heads as tpu_attention_heads
 from qwen3next_jax.kernels.tpu import gated_norm as tpu_gated_norm
 from qwen3next_jax.model import Qwen3Next, parameter_declarations
@@ -642,7 +643,7 @@ def test_kernels_of_norm_and_gate_match_the_products():
 def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
     """Two heads and two blocks of tokens; races are errors."""
     with mock.patch.object(
-        gpu_gated_norm,
+        kernel_call,
         "INTERPRETER",
         plgpu.InterpretGPUParams(detect_races=True, on_race="raise"),
     ):

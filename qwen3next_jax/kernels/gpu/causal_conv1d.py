@@ -25,9 +25,10 @@ from qwen3next_jax.kernels.causal_conv1d_edges import (
     count_earlier_inputs_in_document,
     gradient_of_inputs_before,
 )
+from qwen3next_jax.kernels.gpu import kernel_call
+from qwen3next_jax.kernels.gpu.kernel_call import KernelCall, run_kernel
 
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
-INTERPRETER = plgpu.InterpretGPUParams()
 # The tokens of a block. With more tokens, fewer blocks fit on a multiprocessor at a time, and the
 # kernels are slower (docs/notes/gpu.md).
 TOKENS = 32
@@ -69,7 +70,7 @@ def make_self_test(x, kernel, activation) -> self_test.SelfTest:
         "convolution",
         self_test.AVOID,
         kind,
-        (__name__, causal_conv1d_edges.__name__),
+        (__name__, causal_conv1d_edges.__name__, kernel_call.__name__),
         functools.partial(max_error, *kind),
         TOLERANCE,
     )
@@ -134,11 +135,10 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         is one document.
       interpret: whether a CPU interprets the kernel.
     """
-    call = _ConvolutionCall(
-        activation, before, x, kernel, count_earlier_inputs_in_document(ids, kernel.shape[0])
-    )
-    return call(
-        _forward_kernel, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret
+    age = count_earlier_inputs_in_document(ids, kernel.shape[0])
+    outputs = (jax.ShapeDtypeStruct(x.shape, x.dtype),)
+    return _call_kernel(
+        _forward_kernel, "forward", activation, before, x, kernel, age, None, outputs, interpret
     )[0]
 
 
@@ -147,15 +147,10 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     other arguments have the same meaning as in `forward`.
     """
     age = count_earlier_inputs_in_document(ids, kernel.shape[0])
-    call = _ConvolutionCall(activation, before, x, kernel, age)
     sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
-    dx, dkernel = call(
-        _backward_kernel,
-        "backward",
-        [dy],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype), sums],
-        kernel.shape[0] - 1,
-        interpret,
+    outputs = (jax.ShapeDtypeStruct(x.shape, x.dtype), sums)
+    dx, dkernel = _call_kernel(
+        _backward_kernel, "backward", activation, before, x, kernel, age, dy, outputs, interpret
     )
     return (
         gradient_of_inputs_before(activation, before, x, kernel, age, dy),
@@ -164,62 +159,67 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     )
 
 
-class _ConvolutionCall:
+def _call_kernel(body, name: str, activation, before, x, kernel, age, dy, outputs, interpret):
+    """Runs a kernel and returns its outputs.
+
+    Args:
+      body: the kernel, a function of a `_Convolution` and of the references.
+      name: name of the kernel in a compiled program, after "causal_conv1d_".
+      activation, before, x, kernel: the arguments of `forward`.
+      age: [B, T] int32, the age of each token; None if a row is one document.
+      dy: [B, T, D], the gradient of y; None in the forward pass.
+      outputs: the shape and dtype of each output, a tuple.
+      interpret: whether a CPU interprets the kernel.
+    """
+    convolution = _Convolution(activation, kernel.shape[0], x.shape, age is not None)
+    backward, channels = dy is not None, convolution.channels_per_block
+    # In the backward pass, a block also reads the W - 1 tokens after it.
+    rows = TOKENS + (convolution.width - 1 if backward else 0)
+    scratch = [
+        plgpu.SMEM((convolution.width - 1 + rows, channels), x.dtype),
+        plgpu.SMEM((rows, channels), x.dtype),
+    ]
+    copies = 2
+    if convolution.has_age:
+        scratch.append(plgpu.SMEM((TOKENS + 32 if backward else TOKENS,), jnp.int32))
+        copies += 1
+    if backward:  # as many copies for the tokens after the block, and one of dy
+        copies += copies + 1
+    scratch.append(plgpu.Barrier(num_arrivals=copies))
+    batch, time, d = x.shape
+    call = KernelCall(
+        body=body,
+        arguments=(convolution,),
+        name=f"causal_conv1d_{name}",
+        grid=(("channels", d // channels), ("tokens", time // TOKENS), ("batch", batch)),
+        outputs=outputs,
+        scratch=tuple(scratch),
+        interpret=interpret,
+    )
+    inputs = x, before.astype(x.dtype), kernel.astype(jnp.float32), age, dy
+    return run_kernel(call, *(array for array in inputs if array is not None))
+
+
+class _Convolution(NamedTuple):
     """The sizes of one call, and the code that the forward and the backward kernel share.
 
     Attributes:
       activation: "silu" or None.
       width: W.
-      channels: number of channels of a block, 128 or 256.
       shape: [B, T, D], the shape of x.
       has_age: whether the call has document ids. If `has_age`, the kernels also take the age of
         each token (`count_earlier_inputs_in_document`).
-      inputs: the arrays that both kernels take: x, before, kernel and, if `has_age`, the ages.
     """
 
-    def __init__(self, activation, before, x, kernel, age):
-        self.activation, self.width, self.has_age = activation, kernel.shape[0], age is not None
-        self.channels = 256 if x.shape[2] % 256 == 0 else 128
-        self.shape = x.shape
-        self.inputs = [x, before.astype(x.dtype), kernel.astype(jnp.float32)]
-        if self.has_age:
-            self.inputs.append(age)
+    activation: str | None
+    width: int
+    shape: tuple[int, ...]
+    has_age: bool
 
-    def __call__(self, body, name, inputs, outputs, after: int, interpret: bool):
-        """Runs the kernel `body` and returns its outputs.
-
-        Args:
-          body: the kernel, a function of this object and of the references.
-          name: name of the kernel in a compiled program, after "causal_conv1d_".
-          inputs: the arrays that the kernel takes after the arrays of the attribute `inputs`.
-          outputs: the shape and dtype of each output.
-          after: number of tokens after a block that the kernel reads: W - 1 in the backward pass,
-            0 in the forward pass.
-          interpret: whether a CPU interprets the kernel.
-        """
-        rows, dtype, backward = TOKENS + after, self.inputs[0].dtype, after > 0
-        scratch = [
-            plgpu.SMEM((self.width - 1 + rows, self.channels), dtype),
-            plgpu.SMEM((rows, self.channels), dtype),
-        ]
-        copies = 2
-        if self.has_age:
-            scratch.append(plgpu.SMEM((TOKENS + 32 if backward else TOKENS,), jnp.int32))
-            copies += 1
-        if backward:  # as many copies for the tokens after the block, and one of dy
-            copies += copies + 1
-        scratch.append(plgpu.Barrier(num_arrivals=copies))
-        batch, time, d = self.shape
-        with jax.enable_x64(False):
-            return plgpu.kernel(
-                functools.partial(body, self),
-                out_type=tuple(outputs),
-                scratch_types=tuple(scratch),
-                kernel_name=f"causal_conv1d_{name}",
-                grid=(d // self.channels, time // TOKENS, batch),
-                grid_names=("channels", "tokens", "batch"),
-                interpret=INTERPRETER if interpret else None,
-            )(*self.inputs, *inputs)
+    @property
+    def channels_per_block(self) -> int:
+        """The number of channels of a block, 128 or 256."""
+        return 256 if self.shape[2] % 256 == 0 else 128
 
     def block_indices(self):
         """Returns the index of the row of the batch, the index of the block of tokens, the index of
@@ -230,7 +230,9 @@ class _ConvolutionCall:
             jax.lax.axis_index("batch"),
             t,
             t * TOKENS,
-            pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels),
+            pl.ds(
+                jax.lax.axis_index("channels") * self.channels_per_block, self.channels_per_block
+            ),
         )
 
     def start_copies(self, refs: "_Refs"):
@@ -291,15 +293,15 @@ class _Refs(NamedTuple):
     kernel_rows: Sequence[Any]  # the rows of the kernel, in registers
 
 
-def _name_refs(call, refs, outputs: int, gradient: bool) -> _Refs:
-    """Names the references that `_ConvolutionCall` passes to a kernel."""
+def _name_refs(convolution, refs, outputs: int, gradient: bool) -> _Refs:
+    """Names the references that `_call_kernel` passes to a kernel."""
     x, before, kernel, *refs = refs
-    age = refs.pop(0) if call.has_age else None
+    age = refs.pop(0) if convolution.has_age else None
     dy = refs.pop(0) if gradient else None
     results, (xs, ys, *rest) = refs[:outputs], refs[outputs:]
-    ages, arrived = rest if call.has_age else (None, *rest)
-    channels = call.block_indices()[3]
-    weights = [kernel[w, channels] for w in range(call.width)]
+    ages, arrived = rest if convolution.has_age else (None, *rest)
+    channels = convolution.block_indices()[3]
+    weights = [kernel[w, channels] for w in range(convolution.width)]
     return _Refs(x, before, age, dy, results, xs, ys, ages, arrived, weights)
 
 
@@ -308,31 +310,34 @@ def _load_row(ref, r):
     return ref[r].astype(jnp.float32)
 
 
-def _forward_kernel(call, *refs):
+def _forward_kernel(convolution, *refs):
     """Computes y of a block, from its first token to its last."""
-    refs = _name_refs(call, refs, 1, False)
+    refs = _name_refs(convolution, refs, 1, False)
     (y_gmem,), xs, ys = refs.output_gmems, refs.x_smem, refs.result_smem
-    b, _, first, channels = call.block_indices()
-    call.start_copies(refs)
+    b, _, first, channels = convolution.block_indices()
+    convolution.start_copies(refs)
     plgpu.barrier_wait(refs.inputs_arrived)
 
     def step(r, earlier):
-        taps = (_load_row(xs, r + call.width - 1), *earlier)
-        z = call.output_before_activation(
-            refs.kernel_rows, taps, refs.ages_smem[r] if call.has_age else None
+        taps = (_load_row(xs, r + convolution.width - 1), *earlier)
+        z = convolution.output_before_activation(
+            refs.kernel_rows, taps, refs.ages_smem[r] if convolution.has_age else None
         )
-        ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
+        ys[r] = (z * jax.nn.sigmoid(z) if convolution.activation == "silu" else z).astype(ys.dtype)
         return taps[:-1]
 
     jax.lax.fori_loop(
-        0, TOKENS, step, tuple(_load_row(xs, call.width - 2 - i) for i in range(call.width - 1))
+        0,
+        TOKENS,
+        step,
+        tuple(_load_row(xs, convolution.width - 2 - i) for i in range(convolution.width - 1)),
     )
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(ys, y_gmem.at[b, pl.ds(first, TOKENS), channels])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _backward_kernel(call, *refs):
+def _backward_kernel(convolution, *refs):
     """Computes dx of a block and the block's part of the gradient of `kernel`, from the block's
     last token to its first. The kernel begins with the W - 1 tokens after the block, because the
     outputs of these W - 1 tokens depend on the last tokens of the block. For the tokens after the
@@ -340,36 +345,36 @@ def _backward_kernel(call, *refs):
     which no tokens follow, copies its own last tokens instead and multiplies the gradients of these
     copies by zero.
     """
-    refs = _name_refs(call, refs, 2, True)
+    refs = _name_refs(convolution, refs, 2, True)
     (dx_gmem, sums_gmem), xs, dys, weights = (
         refs.output_gmems,
         refs.x_smem,
         refs.result_smem,
         refs.kernel_rows,
     )
-    b, t, first, channels = call.block_indices()
-    edge, rows = call.width - 1, TOKENS
-    copy = call.start_copies(refs)
+    b, t, first, channels = convolution.block_indices()
+    edge, rows = convolution.width - 1, TOKENS
+    copy = convolution.start_copies(refs)
     copy(refs.dy_gmem.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
-    after = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)
+    after = pl.ds(jnp.minimum(first + rows, convolution.shape[1] - edge), edge)
     copy(refs.x_gmem.at[b, after, channels], xs.at[pl.ds(edge + rows, edge)])
     copy(refs.dy_gmem.at[b, after, channels], dys.at[pl.ds(rows, edge)])
-    if call.has_age:
+    if convolution.has_age:
         copy(
-            refs.ages_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
+            refs.ages_gmem.at[b, pl.ds(jnp.minimum(first + rows, convolution.shape[1] - 32), 32)],
             refs.ages_smem.at[pl.ds(rows, 32)],
         )
     plgpu.barrier_wait(refs.inputs_arrived)
-    has_tokens_after = (first + rows < call.shape[1]).astype(jnp.float32)
+    has_tokens_after = (first + rows < convolution.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
         """Returns the gradient of the activation's input for token r. The tokens of the block have
         r = 0 to TOKENS - 1; the W - 1 tokens after the block have the next indices.
         """
         dz = _load_row(dys, r)
-        if call.activation == "silu":
-            z = call.output_before_activation(
-                weights, taps, refs.ages_smem[r] if call.has_age else None
+        if convolution.activation == "silu":
+            z = convolution.output_before_activation(
+                weights, taps, refs.ages_smem[r] if convolution.has_age else None
             )
             gate = jax.nn.sigmoid(z)
             dz = dz * (gate * (1 + z * (1 - gate)))
@@ -389,16 +394,16 @@ def _backward_kernel(call, *refs):
         r = rows - 1 - i
         taps = taps_of(r, inputs)
         dzs = (gradient(r, taps), *following)
-        age = lambda back: refs.ages_smem[r + back] if call.has_age else None
+        age = lambda back: refs.ages_smem[r + back] if convolution.has_age else None
         dx = functools.reduce(
             jnp.add,
             (
-                call.zero_if_other_document(weights[w] * dz, age(back), back)
+                convolution.zero_if_other_document(weights[w] * dz, age(back), back)
                 for back, (w, dz) in enumerate(zip(taps_of_kernel, dzs))
             ),
         )
         sums = tuple(
-            s + call.zero_if_other_document(dzs[0] * x, age(0), back)
+            s + convolution.zero_if_other_document(dzs[0] * x, age(0), back)
             for back, (s, x) in enumerate(zip(sums, taps))
         )
         dys[r] = dx.astype(dys.dtype)

@@ -74,11 +74,6 @@ def warpgroup_count(p) -> int:
     return 2 if p.key_tile_count > 2 else 1
 
 
-def warpgroup_arguments(p) -> dict:
-    """Returns the arguments of `plgpu.kernel` for several warpgroups; none for one warpgroup."""
-    return dict(num_threads=2, thread_name="warpgroups") if warpgroup_count(p) > 1 else {}
-
-
 def scratch_memory(p) -> list:
     """Returns the shared memory of a block, in this order: the tiles of k, dO and dV; the parts of
     the inverse, which the gradients of K K^T and Q K^T overwrite; the slots (see

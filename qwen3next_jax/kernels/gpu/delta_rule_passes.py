@@ -123,7 +123,7 @@ def backward(
         outputs,
         delta_rule_gradients.scratch_memory(p),
         inputs,
-        **delta_rule_gradients.warpgroup_arguments(p),
+        delta_rule_gradients.warpgroup_count(p),
     )
     dq, dk = (
         remove_padding(p.sum_over_value_heads(gradients[name]), x.q.shape) for name in ("dq", "dk")

@@ -10,7 +10,6 @@ B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key wi
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels.gpu import delta_rule_chunks, delta_rule_states
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, row_memory, tile_memory
+from qwen3next_jax.kernels.gpu.kernel_call import KernelCall, run_kernel
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
@@ -31,7 +31,6 @@ PROCESSORS = 132
 # timed.
 COMPOSING_CHUNKS = 48
 MOST_PIECES = 33  # more would take XLA longer to compose than COMPOSING_CHUNKS says
-INTERPRETER = plgpu.InterpretGPUParams()
 
 
 def multiprocessor_count() -> int:
@@ -281,7 +280,14 @@ class Problem:
     # ---- calls
 
     def call_kernel(
-        self, kernel, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, **threads
+        self,
+        kernel,
+        name: str,
+        grid: dict,
+        outputs: dict,
+        scratch: list,
+        inputs: list,
+        warpgroups: int = 1,
     ) -> dict:
         """Runs `kernel` over the grid and returns its outputs by name.
 
@@ -293,20 +299,19 @@ class Problem:
           outputs: shape and dtype of each output by name.
           scratch: the scratch memory and barriers.
           inputs: the input arrays, or references to arrays (`jax.new_ref`) that the kernel changes.
-          threads: `num_threads` and `thread_name` for blocks of several warpgroups.
+          warpgroups: number of warpgroups of a block.
         """
-        with jax.enable_x64(False):
-            results = plgpu.kernel(
-                functools.partial(kernel, self),
-                out_type=tuple(outputs.values()),
-                scratch_types=tuple(scratch),
-                grid=tuple(grid.values()),
-                grid_names=tuple(grid),
-                kernel_name=f"gated_delta_rule_{name}",
-                interpret=INTERPRETER if self.interpret else None,
-                **threads,
-            )(*inputs)
-        return dict(zip(outputs, results))
+        call = KernelCall(
+            body=kernel,
+            arguments=(self,),
+            name=f"gated_delta_rule_{name}",
+            grid=tuple(grid.items()),
+            outputs=tuple(outputs.values()),
+            scratch=tuple(scratch),
+            warpgroups=warpgroups,
+            interpret=self.interpret,
+        )
+        return dict(zip(outputs, run_kernel(call, *inputs)))
 
     def run_chunk_kernel(self, q, k, gate_rows_BHN8C, inverses: bool) -> dict:
         """Runs the kernel of `delta_rule_chunks`, which computes the arrays of a chunk that do not
@@ -380,8 +385,7 @@ class Problem:
 
     def _call_state_kernel(self, kernel, name, grid, outputs, scratch, inputs) -> dict:
         """Calls a kernel of a pass of the state. The arguments are those of `call_kernel`."""
-        threads = dict(num_threads=2, thread_name="warpgroups")
-        return self.call_kernel(kernel, name, grid, outputs, scratch, inputs, **threads)
+        return self.call_kernel(kernel, name, grid, outputs, scratch, inputs, warpgroups=2)
 
     def _state_kernel_scratch(self, warpgroups: int, results) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.kernels import self_test
-from qwen3next_jax.kernels.gpu import delta_rule_passes
+from qwen3next_jax.kernels.gpu import delta_rule_passes, kernel_call
 from qwen3next_jax.kernels.gpu.delta_rule_problem import WorkSplit
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C
 from qwen3next_jax.ops.delta_rule import chunk_math, chunked
@@ -44,7 +44,7 @@ def make_self_test(
     split = WorkSplit(min(split.pieces_per_row, 3), split.warpgroups_per_block)
     kind = key_width, value_width, normalize, delta_term, split
     parts = "passes", "problem", "tiles", "chunks", "states", "gradients"
-    modules = tuple(f"{__package__}.delta_rule_{part}" for part in parts)
+    modules = (kernel_call.__name__, *(f"{__package__}.delta_rule_{part}" for part in parts))
     return self_test.SelfTest(
         "gated delta rule",
         AVOID,

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels import self_test
-from qwen3next_jax.kernels.gpu import delta_rule_tiles
+from qwen3next_jax.kernels.gpu import delta_rule_tiles, kernel_call
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     COLUMN,
     C,
@@ -25,10 +25,10 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     tile_memory,
     token_slice,
 )
+from qwen3next_jax.kernels.gpu.kernel_call import KernelCall, run_kernel
 from qwen3next_jax.ops.gated_norm import gated_norm_in_xla
 
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
-INTERPRETER = plgpu.InterpretGPUParams()
 
 
 def unsupported_reason(o, gate, weight, eps: float) -> str:
@@ -62,7 +62,7 @@ def make_self_test(eps: float, width: int) -> self_test.SelfTest:
         "norm and gate",
         self_test.AVOID,
         (eps, width),
-        (__name__, delta_rule_tiles.__name__),
+        (__name__, delta_rule_tiles.__name__, kernel_call.__name__),
         functools.partial(max_error, eps, width),
         TOLERANCE,
     )
@@ -116,16 +116,16 @@ def _call_kernel(body, eps, weight, inputs, like, sums, interpret):
     scratch = [tile_memory(width // C)] * len(inputs) + [plgpu.SMEM((width,), jnp.float32)]
     scratch.append(plgpu.Barrier(num_arrivals=len(inputs) * (width // C) + 1))
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
-    with jax.enable_x64(False):
-        return plgpu.kernel(
-            functools.partial(body, eps, width),
-            out_type=(*outputs, *sums),
-            scratch_types=tuple(scratch),
-            grid=(d // width, time // C, batch),
-            grid_names=("heads", "tokens", "batch"),
-            kernel_name=f"gated_norm{body.__name__.removesuffix('_kernel')}",
-            interpret=INTERPRETER if interpret else None,
-        )(weight.astype(jnp.float32), *inputs)
+    call = KernelCall(
+        body=body,
+        arguments=(eps, width),
+        name=f"gated_norm{body.__name__.removesuffix('_kernel')}",
+        grid=(("heads", d // width), ("tokens", time // C), ("batch", batch)),
+        outputs=(*outputs, *sums),
+        scratch=tuple(scratch),
+        interpret=interpret,
+    )
+    return run_kernel(call, weight.astype(jnp.float32), *inputs)
 
 
 class _HeadBlock:

@@ -16,6 +16,7 @@ tokamax's authors measured the following TFLOP/s.
 R rows, D input width, F output width, E groups.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -214,14 +215,18 @@ def mosaic_config(grid_minor_dim: str, **settings):
 
 
 def _mosaic_product(x_RD, w_EDF, sizes_E):
-    kernel = tokamax.import_tokamax_operator(
-        "ragged_dot.pallas_mosaic_gpu_kernel_sm90"
-    ).ragged_dot_kernel
+    sm90 = tokamax.import_tokamax_operator("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
     tiles = mosaic_product_settings(x_RD.shape[1])
     # A persistent kernel asks the process's GPU for the number of its multiprocessors. Without a
     # GPU, where a program is only compiled, the kernel is not persistent.
     has_gpu = hasattr(backend.get_default_device(), "core_count")
     config = mosaic_config(**tiles | dict(persistent=tiles["persistent"] and has_gpu))
+    return _run_shared_kernel(sm90.ragged_dot_kernel, config, x_RD, w_EDF, sizes_E)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run_shared_kernel(kernel, config, x_RD, w_EDF, sizes_E):
+    """Runs tokamax's kernel. Equal calls share one traced kernel, as in `kernel_call`."""
     return kernel(x_RD, w_EDF, sizes_E, x_RD.dtype, config)
 
 
