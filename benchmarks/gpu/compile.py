@@ -426,15 +426,17 @@ def show_kernel(name: str, program: Program) -> None:
     resources = io.StringIO()
     with contextlib.redirect_stdout(resources):
         traced = jax.jit(program.function).trace(*program.shapes)
+        begun = time.time()
         lowered = traced.lower(lowering_platforms=("cuda",))
+        lowering = time.time() - begun
     shared = re.findall(r"smem_scratch_bytes=(\d+)", resources.getvalue())
     begun = time.time()
     with harness.captured_output() as said:
         compiled = lowered.compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
     print(
-        f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} "
-        f"MiB{program.count}",
+        f"{name}: lowered in {lowering:.1f} s, compiled in {time.time() - begun:.0f} s, "
+        f"temporaries {temporaries:.0f} MiB{program.count}",
         flush=True,
     )
     account = (

@@ -25,6 +25,7 @@ from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.grouped_matmul import XLA_IMPLEMENTATIONS
 from qwen3next_jax.ops.routed_experts.layout import _tile_size_and_counts
+from tests.traced import operations
 
 TRITON = "without triton, which is not installed: expected the extra gpu"
 OLD = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"
@@ -152,13 +153,6 @@ def with_gradients(run, x, weight, expert, gate_up, down):
     return y, pullback(y)
 
 
-def count_operations(jaxpr, name):
-    inner = jax.tree.leaves([operation.params for operation in jaxpr.eqns])
-    return sum(operation.primitive.name == name for operation in jaxpr.eqns) + sum(
-        count_operations(x, name) for x in inner if hasattr(x, "eqns")
-    )
-
-
 LAYERS = {  # tokens, choices, experts, (D, I)
     "released, 64 experts": (32768, 10, 64, WIDTHS[0]),
     "small": (65536, 2, 16, WIDTHS[1]),
@@ -176,7 +170,7 @@ def test_the_kernels_take_what_layers_hand_to_them(stand_ins, layer, no_triton):
     with compiling_for("gpu"):
         jaxpr = jax.make_jaxpr(functools.partial(with_gradients, local_moe))(*given)
     # hidden layer and result; for the gradients the hidden layer again, da and dx
-    assert count_operations(jaxpr, "ragged_dot_general") >= 5
+    assert len(operations(jaxpr, "ragged_dot_general")) >= 5
 
 
 @pytest.mark.parametrize(

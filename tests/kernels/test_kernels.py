@@ -38,6 +38,7 @@ from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, comp
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 from qwen3next_jax.zoo.ops.indexed_attention import TokensAndBlocks
+from tests.traced import operations
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEP = """
@@ -205,21 +206,6 @@ def test_another_platform_is_traced_anew():
     assert kernels() == [0, 0]
 
 
-def kernel_calls(jaxpr) -> list:
-    """The equations of a traced program that call a kernel."""
-    calls = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            calls.append(eqn)
-            continue
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda value: hasattr(value, "eqns")
-        ):
-            if hasattr(inner, "eqns"):
-                calls += kernel_calls(getattr(inner, "jaxpr", inner))
-    return calls
-
-
 @pytest.mark.parametrize(
     "policy, runs", [pytest.param("kept", 1, marks=pytest.mark.slow), ("block", 2)]
 )
@@ -258,7 +244,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy, runs):
 
     x_BTD = jax.ShapeDtypeStruct((1, 256, 128), jnp.bfloat16)
     with compiling_for("tpu"):
-        equations = kernel_calls(jax.jit(jax.grad(loss)).trace(params, x_BTD).jaxpr)
+        equations = operations(jax.jit(jax.grad(loss)).trace(params, x_BTD).jaxpr, "pallas_call")
     calls = [equation.params["name"] for equation in equations]
     assert calls.count("causal_conv1d_forward") == 3 * runs
     assert calls.count("gated_norm_forward") == runs
@@ -315,7 +301,7 @@ def test_x64_gives_a_tpu_no_64_bit_index(operator):
     call, shapes = TPU_CALLS[operator]
     with jax.enable_x64(True):
         jaxpr = jax.make_jaxpr(call)(*(jnp.zeros(shape, jnp.float32) for shape in shapes)).jaxpr
-    calls = kernel_calls(jaxpr)
+    calls = operations(jaxpr, "pallas_call")
     blocks = [block for call in calls for block in call.params["grid_mapping"].block_mappings]
     assert blocks
     assert "i64" not in "".join(map(str, (*calls, *(block.index_map_jaxpr for block in blocks))))
@@ -347,7 +333,7 @@ GPU_CALLS = {  # a layer's operator, the shapes of its inputs, and how many kern
 
 @pytest.mark.parametrize("operator", GPU_CALLS)
 def test_two_layers_share_their_gpu_kernels(operator, monkeypatch):
-    """Each start lowers the kernels of its programs again, each in up to three seconds."""
+    """Each start lowers the kernels of its programs again, which takes seconds."""
     run, shapes, kernels = GPU_CALLS[operator]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     lower = mock.Mock(side_effect=mosaic_gpu_lowering.lower_unpipelined_jaxpr_to_module)

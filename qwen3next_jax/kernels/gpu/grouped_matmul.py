@@ -221,22 +221,24 @@ def _mosaic_product(x_RD, w_EDF, sizes_E):
     # GPU, where a program is only compiled, the kernel is not persistent.
     has_gpu = hasattr(backend.get_default_device(), "core_count")
     config = mosaic_config(**tiles | dict(persistent=tiles["persistent"] and has_gpu))
-    return _run_shared_kernel(sm90.ragged_dot_kernel, config, x_RD, w_EDF, sizes_E)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _run_shared_kernel(kernel, config, x_RD, w_EDF, sizes_E):
-    """Runs tokamax's kernel. Equal calls share one traced kernel, as in `kernel_call`."""
-    return kernel(x_RD, w_EDF, sizes_E, x_RD.dtype, config)
+    return _run_mosaic_kernel(sm90.ragged_dot_kernel, x_RD.dtype, config, x_RD, w_EDF, sizes_E)
 
 
 def _mosaic_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
     sm90 = tokamax.import_tokamax_operator("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
     # The kernel multiplies rows of no group by zero, so they have to be finite.
     x_RD, dy_RF = _zero_rows_of_no_group(sizes_E, x_RD), _zero_rows_of_no_group(sizes_E, dy_RF)
-    return sm90.ragged_contracting_dim_dot_kernel(
-        x_RD, dy_RF, sizes_E, dtype, mosaic_config(**MOSAIC_WEIGHT_GRADIENT_SETTINGS)
-    )
+    config = mosaic_config(**MOSAIC_WEIGHT_GRADIENT_SETTINGS)
+    kernel = sm90.ragged_contracting_dim_dot_kernel
+    return _run_mosaic_kernel(kernel, jnp.dtype(dtype), config, x_RD, dy_RF, sizes_E)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _run_mosaic_kernel(kernel, dtype, config, *arrays):
+    """Runs a kernel of tokamax. Equal calls share one traced kernel, as in `kernel_call`. `dtype`
+    is the dtype of the result.
+    """
+    return kernel(*arrays, dtype, config)
 
 
 # ---- Triton

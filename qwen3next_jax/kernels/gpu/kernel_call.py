@@ -1,8 +1,9 @@
 """Calls of Mosaic GPU kernels. Equal calls, such as those of several layers, share one kernel.
 
 JAX traces a kernel for every call of a new function, and then lowers every traced kernel. Lowering
-a kernel takes 0.1 to 3 seconds of Python in every start, even if the compiled program is stored.
-For equal calls, `run_kernel` gives JAX the same function, so JAX traces and lowers one kernel.
+takes up to some seconds a kernel, in every start, even if the compiled program is stored
+(docs/notes/gpu.md). For equal calls, `run_kernel` gives JAX the same function, so JAX traces and
+lowers one kernel.
 """
 
 import functools
